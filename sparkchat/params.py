@@ -1,0 +1,202 @@
+"""What is asked of the engine: plain frozen dataclasses shared by every front end and the engine.
+
+Standard library only, so that the parent process never needs torch to build a request.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any, Literal, get_args
+
+from sparkchat.errors import UsageError
+
+Mode = Literal["off", "static", "compact", "cap-accept"]
+MODES: tuple[Mode, ...] = get_args(Mode)
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How tokens are drawn and when an answer ends. Temperature comes before the filters."""
+
+    temperature: float = 0.0
+    """0 means greedy."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 means no limit."""
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    """Over prompt and output; > 1 discourages (Hugging Face's rule)."""
+    presence_penalty: float = 0.0
+    """Over the output only (OpenAI's rule)."""
+    frequency_penalty: float = 0.0
+    """Over the output only (OpenAI's rule)."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token id, value added to its logit)."""
+    min_tokens: int = 0
+    """End tokens are impossible, and stop strings ignored, before this many delivered tokens."""
+    max_tokens: int | None = None
+    """Delivered tokens; None means up to the context limit."""
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    seed: int | None = None
+    """None draws a fresh seed, reported in the trace."""
+
+    def __post_init__(self) -> None:
+        def need(ok: bool, name: str, value: object, want: str) -> None:
+            if not ok:
+                raise UsageError(f"{name} {value!r} is not possible; give {want}")
+
+        def number(name: str) -> float:
+            value = getattr(self, name)
+            need(
+                isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value),
+                name,
+                value,
+                "a finite number",
+            )
+            return float(value)
+
+        def whole(name: str, value: object) -> int:
+            need(isinstance(value, int) and not isinstance(value, bool), name, value, "a whole number")
+            return int(value)  # type: ignore[call-overload]
+
+        need(0.0 <= number("temperature") <= 100.0, "temperature", self.temperature, "0 (greedy) to 100")
+        need(0.0 < number("top_p") <= 1.0, "top_p", self.top_p, "a number above 0 and at most 1")
+        need(whole("top_k", self.top_k) >= 0, "top_k", self.top_k, "0 (no limit) or more")
+        need(0.0 <= number("min_p") <= 1.0, "min_p", self.min_p, "0 to 1")
+        need(number("repetition_penalty") > 0.0, "repetition_penalty", self.repetition_penalty, "a number above 0")
+        number("presence_penalty")
+        number("frequency_penalty")
+        need(whole("min_tokens", self.min_tokens) >= 0, "min_tokens", self.min_tokens, "0 or more")
+        if self.max_tokens is not None:
+            need(whole("max_tokens", self.max_tokens) >= 1, "max_tokens", self.max_tokens, "1 or more")
+            need(
+                self.min_tokens <= self.max_tokens,
+                "min_tokens",
+                self.min_tokens,
+                f"at most max_tokens ({self.max_tokens})",
+            )
+        if self.seed is not None:
+            need(0 <= whole("seed", self.seed) < 2**63, "seed", self.seed, "0 to 2^63-1")
+        for text in self.stop:
+            need(isinstance(text, str) and text != "", "stop", text, "a string of at least one character")
+        for token_id, bias in self.logit_bias:
+            need(whole("logit_bias id", token_id) >= 0, "logit_bias id", token_id, "a token id of 0 or more")
+            need(isinstance(bias, (int, float)) and not math.isnan(bias), "logit_bias", bias, "a number")
+
+
+@dataclass(frozen=True)
+class GenerateRequest:
+    """One answer to produce. Exactly one of ``prompt``, ``messages``, ``prompt_ids`` is given."""
+
+    id: str
+    prompt: str | None = None
+    messages: tuple[dict[str, str], ...] | None = None
+    """[{"role": ..., "content": ...}, ...]"""
+    prompt_ids: tuple[int, ...] | None = None
+    raw: bool = False
+    """With ``prompt``: the exact text, no chat template."""
+    system: str | None = None
+    think: bool | None = None
+    mode: Mode | None = None
+    """None takes the engine's current mode."""
+    block_size: int | None = None
+    """None takes the drafter's own block size."""
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    session: str | None = None
+    """Requests of one session share a KV timeline: the common prefix is not computed again."""
+
+    def __post_init__(self) -> None:
+        given = [n for n in ("prompt", "messages", "prompt_ids") if getattr(self, n) is not None]
+        if len(given) != 1:
+            raise UsageError(f"a request needs exactly one of prompt, messages, prompt_ids; got {given or 'none'}")
+        if self.mode is not None and self.mode not in MODES:
+            raise UsageError(f"mode {self.mode!r} is unknown; give one of {', '.join(MODES)}")
+        if self.block_size is not None and (not isinstance(self.block_size, int) or self.block_size < 1):
+            raise UsageError(f"block_size {self.block_size!r} is not possible; give a whole number of 1 or more")
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> GenerateRequest:
+        data = dict(data)
+        sampling = dict(data.pop("sampling", {}))
+        sampling["logit_bias"] = tuple((int(i), float(b)) for i, b in sampling.get("logit_bias", ()))
+        sampling["stop"] = tuple(sampling.get("stop", ()))
+        for name in ("messages", "prompt_ids"):
+            if data.get(name) is not None:
+                data[name] = tuple(data[name])
+        return cls(sampling=SamplingParams(**sampling), **data)
+
+    def with_sampling(self, **changes: Any) -> GenerateRequest:
+        return replace(self, sampling=replace(self.sampling, **changes))
+
+
+@dataclass(frozen=True)
+class CostTable:
+    """Milliseconds of a whole step by verified rows, summed over all requests of the step."""
+
+    rows: tuple[int, ...]
+    """Strictly increasing, first >= 1."""
+    step_ms: tuple[float, ...]
+    source: str = "profile"
+    """profile | measured | cached"""
+    plain_ms: float | None = None
+    """A plain decode step of one request without drafting; None when only the profile's table is known."""
+
+    def __post_init__(self) -> None:
+        if len(self.rows) != len(self.step_ms) or not self.rows:
+            raise UsageError(f"cost table has {len(self.rows)} rows and {len(self.step_ms)} step_ms; give equally many")
+        if self.rows[0] < 1 or any(a >= b for a, b in zip(self.rows, self.rows[1:], strict=False)):
+            raise UsageError(f"cost table rows {list(self.rows)} must start at 1 or more and increase")
+        if any(not (isinstance(t, (int, float)) and math.isfinite(t) and t > 0) for t in self.step_ms):
+            raise UsageError(f"cost table step_ms {list(self.step_ms)} must be positive numbers")
+
+
+@dataclass(frozen=True)
+class LoadSpec:
+    """Everything the engine process needs to load a pair; every path is local."""
+
+    name: str
+    model_path: str
+    """A Hugging Face folder, or a .gguf file."""
+    drafter_path: str | None = None
+    """A DeepSpec drafter folder."""
+    device: str = "auto"
+    """auto | cpu | cuda | cuda:N"""
+    dtype: str = "auto"
+    """auto | float32 | bfloat16"""
+    context: int | None = None
+    """None takes the model's own limit."""
+    block_size: int | None = None
+    mode: Mode = "static"
+    concurrency: int = 1
+    cost_table: CostTable | None = None
+    temperatures: tuple[float, ...] | None = None
+    """One per draft position; None means 1.0 everywhere."""
+    chat_template: str | None = None
+    """A jinja template that replaces the checkpoint's own."""
+    threads: int | None = None
+    cache_dir: str | None = None
+    """Where measured cost tables are kept; None keeps none."""
+    revision: str | None = None
+    drafter_revision: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> LoadSpec:
+        data = dict(data)
+        names = {f.name for f in fields(cls)}
+        unknown = set(data) - names
+        if unknown:
+            raise UsageError(f"load spec has unknown keys {sorted(unknown)}")
+        if data.get("cost_table") is not None:
+            table = dict(data["cost_table"])
+            data["cost_table"] = CostTable(**{**table, "rows": tuple(table["rows"]), "step_ms": tuple(table["step_ms"])})
+        if data.get("temperatures") is not None:
+            data["temperatures"] = tuple(data["temperatures"])
+        return cls(**data)
