@@ -1,0 +1,105 @@
+"""Keeps every test away from the user's folders and the network, and builds the shared checkpoints once."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+# Set before torch is imported anywhere, and inherited by every process a test starts.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+USER_FOLDERS = {
+    "HOME": "home",
+    "XDG_CONFIG_HOME": "config",
+    "XDG_DATA_HOME": "data",
+    "XDG_CACHE_HOME": "cache",
+    "XDG_STATE_HOME": "state",
+    "XDG_RUNTIME_DIR": "run",
+    "HF_HOME": "hf",
+}
+# Child processes are not reached by the socket guard; they get addresses where nothing answers.
+DEAD_SERVERS = {"HF_ENDPOINT": "http://127.0.0.1:9", "PIP_INDEX_URL": "http://127.0.0.1:9/simple"}
+LOOPBACK = {"127.0.0.1", "::1", "localhost"}
+
+
+@pytest.fixture(autouse=True)
+def own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Point the user's folders into ``tmp_path`` and clear whatever the developer's shell sets."""
+    for name in list(os.environ):
+        if name.startswith(("SPARKCHAT_", "HF_", "HUGGINGFACE_", "TRANSFORMERS_")):
+            monkeypatch.delenv(name)
+    for name, folder in USER_FOLDERS.items():
+        path = tmp_path / "user" / folder
+        path.mkdir(parents=True, mode=0o700)
+        monkeypatch.setenv(name, str(path))
+    for name in ("NO_COLOR", "FORCE_COLOR", "CLICOLOR_FORCE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, url in DEAD_SERVERS.items():
+        monkeypatch.setenv(name, url)
+    monkeypatch.setenv("HF_HUB_DISABLE_TELEMETRY", "1")
+    return tmp_path / "user"
+
+
+@pytest.fixture(autouse=True)
+def no_outside_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refuse connections to anything but loopback and local sockets."""
+    connect = socket.socket.connect
+
+    def guarded(self: socket.socket, address: Any) -> None:
+        if self.family in (socket.AF_INET, socket.AF_INET6) and address[0] not in LOOPBACK:
+            raise RuntimeError(f"a test tried to reach {address}")
+        connect(self, address)
+
+    monkeypatch.setattr(socket.socket, "connect", guarded)
+
+
+@pytest.fixture(autouse=True)
+def one_torch_thread() -> None:
+    """Keep torch on one thread where it is loaded; tests that never import it do not pay for it."""
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that holds every checkpoint built in this run."""
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(scope="session")
+def build_once(checkpoints: Path) -> Iterator[Callable[[str, Callable[[Path], Any]], Any]]:
+    """Return ``build(name, builder)``: what ``builder(checkpoints / name)`` gave the first time it was asked for."""
+    built: dict[str, Any] = {}
+
+    def build(name: str, builder: Callable[[Path], Any]) -> Any:
+        if name not in built:
+            built[name] = builder(checkpoints / name)
+        return built[name]
+
+    yield build
+    built.clear()
+
+
+@pytest.fixture(scope="session")
+def tiny_pair(build_once: Callable[..., Any]) -> Any:
+    """F-tiny: ``.target`` and ``.drafter`` folders of a random pair."""
+    from fixtures.tiny import write_tiny
+
+    return build_once("tiny", write_tiny)
+
+
+@pytest.fixture(scope="session")
+def mix_folders(build_once: Callable[..., Any]) -> dict[str, Path]:
+    """F-mix: ``target`` and ``window`` (sliding window 16 in every other layer), ``oracle``, ``half``, ``anti``."""
+    from fixtures.mix import write_mix_family
+
+    return build_once("mix", write_mix_family)
