@@ -6,7 +6,9 @@ SparkchatError            1   anything without a more precise class
 ├── NotEnoughMemory       4
 ├── NotEnoughDisk         5
 ├── DamagedFile           6   truncated, mis-shaped, wrong checksum, or NaN at run time
+├── Unreachable          69   the hub or the package index does not answer
 ├── EngineCrash          70   the engine process died
+├── NoAccess             77   gated or private, or the access token is refused
 ├── Interrupted         130   ctrl+c
 └── Terminated          143   SIGTERM
 
@@ -58,6 +60,18 @@ class DamagedFile(SparkchatError):
     exit_code = 6
 
 
+class Unreachable(SparkchatError):
+    """The network, the hub or the package index does not answer, and what is needed is not on disk."""
+
+    exit_code = 69
+
+
+class NoAccess(SparkchatError):
+    """A repository exists but may not be read: gated, private, or the access token is refused."""
+
+    exit_code = 77
+
+
 class EngineCrash(SparkchatError):
     """The engine process ended without being asked to."""
 
@@ -85,6 +99,8 @@ _BY_NAME = {
         NotEnoughMemory,
         NotEnoughDisk,
         DamagedFile,
+        Unreachable,
+        NoAccess,
         EngineCrash,
         Interrupted,
         Terminated,
