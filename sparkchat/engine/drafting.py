@@ -1,0 +1,147 @@
+"""Draft: one parallel block pass, then the sequential head draws the tokens left to right."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sparkchat.engine import rng, sampling
+from sparkchat.engine.acceptance import Proposal
+from sparkchat.engine.batch import pack_rows
+from sparkchat.engine.laws import draft_laws
+from sparkchat.engine.pair import LoadedPair
+from sparkchat.engine.request import RequestState
+from sparkchat.engine.slots import flush_contexts
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A proposal for the whole batch, and the requests whose drafter produced numbers that are none."""
+
+    proposal: Proposal
+    damaged: dict[int, str]
+    """Index in the batch -> what was found."""
+
+
+def propose(pair: LoadedPair, states: Sequence[RequestState], lens: Sequence[int]) -> Draft | None:
+    """Draft ``lens[r]`` tokens for request r; None when no request drafts.
+
+    The drafts of a block see: target features of positions before the anchor, the anchor's embedding,
+    and each other through the Markov head (paper section 3). ``Proposal.probs`` are the very fp32 laws
+    the tokens were drawn from, filters included.
+    """
+    drafting = [r for r, length in enumerate(lens) if length]
+    if not drafting:
+        return None
+    assert pair.drafter is not None and pair.draft_cache is not None
+    flush_contexts(pair.drafter, pair.draft_cache, [states[r].slot.draft for r in drafting])
+    mask = pair.drafter.config.mask_token_id
+    batch = pack_rows(
+        [[states[r].anchor] + [mask] * (lens[r] - 1) for r in drafting],
+        [states[r].kv_len for r in drafting],
+        [states[r].slot.draft.row for r in drafting],
+        pair.device,
+    )
+    hidden = pair.drafter.backbone(batch, pair.draft_cache)
+    base = pair.drafter.base_logits(hidden)
+    return _draw_block(pair, states, lens, drafting, batch.row_starts, hidden, base)
+
+
+def _draw_block(
+    pair: LoadedPair,
+    states: Sequence[RequestState],
+    lens: Sequence[int],
+    drafting: list[int],
+    row_starts: tuple[int, ...],
+    hidden: Tensor,
+    base: Tensor,
+) -> Draft:
+    """hidden [N, d], base [N, Vd] -> tokens drawn one position after the other, for all requests at once."""
+    assert pair.drafter is not None
+    width, size = max(lens), base.shape[1]
+    ids = torch.full((len(states), width), -1, dtype=torch.int64)
+    index = torch.zeros((len(states), width), dtype=torch.int64)
+    probs = torch.zeros((len(states), width, size), dtype=torch.float32, device=pair.device)
+    uniforms = rng.uniforms(
+        [states[r].seed for r in drafting], [states[r].round for r in drafting], 0, width, rng.DRAFT
+    )
+    drafted: list[list[int]] = [[] for _ in drafting]
+    previous = torch.tensor([states[r].anchor for r in drafting], device=pair.device)
+    markov_state = pair.drafter.initial_state(len(drafting))
+    prefixes: list[Tensor] = []
+    for k in range(width):
+        active = [i for i, r in enumerate(drafting) if lens[r] > k]
+        if len(active) < previous.shape[0]:
+            # Block lengths differ: the shorter blocks are done.
+            keep = torch.tensor([survivors.index(i) for i in active], device=pair.device)
+            previous, markov_state = previous[keep], _select(markov_state, keep)
+        survivors = active
+        rows = torch.tensor([row_starts[i] + k for i in active], device=pair.device)
+        prefixes.append(previous)
+        bias, markov_state = pair.drafter.markov_step(previous, hidden[rows], markov_state)
+        logits = base[rows] + bias
+        group = [states[drafting[i]] for i in active]
+        law = draft_laws(logits, group, [drafted[i] for i in active], pair.draft_index_of)
+        chosen = sampling.draw(law, uniforms[active, k])
+        target_ids = chosen if pair.drafter.draft_to_target is None else pair.drafter.draft_to_target[chosen]
+        at = torch.tensor([drafting[i] for i in active])
+        probs[at, k], index[at, k], ids[at, k] = law, chosen.cpu(), target_ids.cpu()
+        for i, token in zip(active, target_ids.tolist(), strict=True):
+            drafted[i].append(token)
+        previous = target_ids
+    confidence = _confidence(pair, len(states), width, drafting, lens, row_starts, hidden, prefixes)
+    damaged = _find_damage(base, confidence, drafting, lens, row_starts)
+    proposal = Proposal(
+        ids=ids,
+        lens=torch.tensor(list(lens)),
+        probs=probs,
+        draft_index=index,
+        confidence_logit=confidence,
+        draft_to_target=pair.drafter.draft_to_target,
+    )
+    return Draft(proposal, damaged)
+
+
+def _confidence(
+    pair: LoadedPair,
+    num_states: int,
+    width: int,
+    drafting: list[int],
+    lens: Sequence[int],
+    row_starts: tuple[int, ...],
+    hidden: Tensor,
+    prefixes: list[Tensor],
+) -> Tensor:
+    """Raw confidence logits [R, g]; c_k judges draft k from h_k and the token before it, never from draft k."""
+    assert pair.drafter is not None
+    logits = torch.zeros((num_states, width), dtype=torch.float32)
+    if not pair.drafter.has_confidence:
+        return logits
+    where = [(i, k) for k in range(width) for i, r in enumerate(drafting) if lens[r] > k]
+    rows = torch.tensor([row_starts[i] + k for i, k in where], device=pair.device)
+    values = pair.drafter.confidence(torch.cat(prefixes), hidden[rows]).float().cpu()
+    logits[[drafting[i] for i, _ in where], [k for _, k in where]] = values
+    return logits
+
+
+def _find_damage(
+    base: Tensor, confidence: Tensor, drafting: list[int], lens: Sequence[int], row_starts: tuple[int, ...]
+) -> dict[int, str]:
+    damaged: dict[int, str] = {}
+    largest = base.amax(dim=1)
+    if bool(torch.isfinite(largest).all()) and not bool(torch.isnan(confidence).any()):
+        return damaged
+    bad_rows = ~torch.isfinite(largest).cpu()
+    for i, r in enumerate(drafting):
+        if bool(bad_rows[row_starts[i] : row_starts[i + 1]].any()):
+            damaged[r] = "its logits are not numbers"
+        elif bool(torch.isnan(confidence[r, : lens[r]]).any()):
+            damaged[r] = "its confidence is not a number"
+    return damaged
+
+
+def _select(state: Tensor | None, keep: Tensor) -> Tensor | None:
+    return None if state is None else state[keep]

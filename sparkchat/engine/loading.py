@@ -1,0 +1,187 @@
+"""From a LoadSpec to a LoadedPair, and the description of it that front ends and traces show."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sparkchat import __version__
+from sparkchat.chat import TextModel, load_text_model
+from sparkchat.engine.pair import LoadedPair, draft_index_table
+from sparkchat.engine.prefill import CHUNK_ROWS
+from sparkchat.engine.cost_table import CostLookup
+from sparkchat.errors import UsageError
+from sparkchat.models import load_drafter, load_target
+from sparkchat.params import LoadSpec
+
+Progress = Callable[[dict[str, Any]], None]
+
+HASH_LIMIT_BYTES = 1 << 30
+"""Larger files are identified by their revision alone: reading them twice would double the start."""
+
+
+def load_pair(spec: LoadSpec, progress: Progress) -> tuple[LoadedPair, TextModel]:
+    """Load target, drafter and tokenizer. Raises the errors of ``models`` and UsageError."""
+    device = _device(spec.device)
+    if device.type == "cpu":
+        torch.set_num_threads(spec.threads or len(os.sched_getaffinity(0)))
+    _say(progress, "weights", f"loading {spec.name}")
+    target = load_target(Path(spec.model_path), device=device, dtype=_dtype(spec.dtype, device))
+    context = _context(spec, target.config.max_context)
+    drafter, reason = None, f"{spec.name} has no drafter"
+    if spec.drafter_path is not None:
+        _say(progress, "drafter", "loading the drafter")
+        drafter = load_drafter(Path(spec.drafter_path), target, device=device, dtype=_dtype(spec.dtype, device))
+        reason = None
+        _check_pair(spec, drafter.config.block_size)
+    elif spec.block_size is not None:
+        raise UsageError(f"block size {spec.block_size} was asked for, but {reason}; leave --block-size out")
+    _say(progress, "tokenizer", "loading the tokenizer")
+    text = load_text_model(Path(spec.model_path), chat_template=spec.chat_template, cache_dir=spec.cache_dir)
+    max_block = 1 if drafter is None else drafter.config.block_size + 1
+    rows = spec.concurrency + 1
+    # A block may be drafted over the context limit; what is behind it is never delivered.
+    room = context + max_block
+    pair = LoadedPair(
+        target=target,
+        cache=target.new_cache(rows, room, max(CHUNK_ROWS, max_block)),
+        device=device,
+        drafter=drafter,
+        draft_cache=None if drafter is None else drafter.new_cache(rows, room),
+        draft_index_of=None if drafter is None else draft_index_table(drafter.draft_to_target, target.config.vocab_size),
+        reason_off=reason,
+        cost=None if spec.cost_table is None else CostLookup(spec.cost_table),
+        plain_ms=None if spec.cost_table is None else spec.cost_table.plain_ms,
+        temperatures=spec.temperatures,
+        context=context,
+        kv_bytes_per_token=target.config.kv_bytes_per_token,
+    )
+    return pair, text
+
+
+def describe(spec: LoadSpec, pair: LoadedPair, text: TextModel, load_ms: float) -> dict[str, Any]:
+    """The INFO object of the ``ready`` event and of the trace header."""
+    drafter = pair.drafter
+    return {
+        "model": spec.name,
+        "drafter": drafter_name(spec, pair),
+        "block_size": None if drafter is None else (spec.block_size or pair.block_size),
+        "mode": spec.mode if drafter is not None else "off",
+        "reason_off": pair.reason_off if drafter is None else None,
+        "device": _device_name(pair.device),
+        "dtype": pair.target.config.dtype_name,
+        "context": pair.context,
+        "vocab_size": pair.target.config.vocab_size,
+        "threads": torch.get_num_threads(),
+        "load_ms": load_ms,
+        "temperatures": None if pair.temperatures is None else list(pair.temperatures),
+        "cost_table": _describe_cost(pair),
+        "versions": _versions(),
+        "model_revision": spec.revision,
+        "drafter_revision": spec.drafter_revision,
+        "model_sha256": _weights_sha256(Path(spec.model_path)),
+        "drafter_sha256": None if spec.drafter_path is None else _weights_sha256(Path(spec.drafter_path)),
+        "heads": {
+            "markov": None if drafter is None else drafter.config.markov_head_type,
+            "confidence": drafter is not None and drafter.has_confidence,
+        },
+        "kernels": {"linear": pair.target.config.linear_kernel},
+        "graphs": False,
+        "chat_template": text.template_source,
+        "notices": list(text.notices),
+    }
+
+
+def drafter_name(spec: LoadSpec, pair: LoadedPair) -> str | None:
+    return None if pair.drafter is None or spec.drafter_path is None else Path(spec.drafter_path).name
+
+
+def _check_pair(spec: LoadSpec, trained: int) -> None:
+    if spec.block_size is not None and spec.block_size > trained:
+        raise UsageError(
+            f"block size {spec.block_size} was asked for, but the drafter was trained with {trained}; "
+            f"give --block-size 1 to {trained}"
+        )
+    if spec.temperatures is not None and len(spec.temperatures) < (spec.block_size or trained):
+        raise UsageError(
+            f"{len(spec.temperatures)} confidence temperatures were given for blocks of {spec.block_size or trained}; "
+            "give one per draft position"
+        )
+
+
+def _context(spec: LoadSpec, longest: int) -> int:
+    if spec.context is None:
+        return longest
+    if not 2 <= spec.context <= longest:
+        raise UsageError(f"a context of {spec.context} was asked for; {spec.name} takes 2 to {longest}")
+    return spec.context
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise UsageError(f"device {name} was asked for, but torch sees no CUDA GPU; give --device cpu")
+    device = torch.device(name)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise UsageError(f"device {name} was asked for, but there are {torch.cuda.device_count()} GPUs")
+    return device
+
+
+def _dtype(name: str, device: torch.device) -> torch.dtype | None:
+    """None leaves the choice to the model: its own format on the CPU, bfloat16 on a GPU."""
+    return {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def _describe_cost(pair: LoadedPair) -> dict[str, Any] | None:
+    if pair.cost is None:
+        return None
+    table = pair.cost.table
+    text = f"{table.rows}{table.step_ms}{table.plain_ms}"
+    return {
+        "id": hashlib.sha256(text.encode()).hexdigest()[:12],
+        "source": table.source,
+        "rows": list(table.rows),
+        "step_ms": list(table.step_ms),
+        "plain_ms": table.plain_ms,
+    }
+
+
+def _versions() -> dict[str, str]:
+    import transformers
+
+    return {
+        "sparkchat": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "platform": sys.platform,
+    }
+
+
+def _weights_sha256(path: Path) -> str | None:
+    """Over the weight files in name order; None for sizes where reading them again would hurt."""
+    files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
+    if not files or sum(file.stat().st_size for file in files) > HASH_LIMIT_BYTES:
+        return None
+    digest = hashlib.sha256()
+    for file in files:
+        with file.open("rb") as stream:
+            while block := stream.read(1 << 22):
+                digest.update(block)
+    return digest.hexdigest()
+
+
+def _say(progress: Progress, stage: str, message: str) -> None:
+    progress({"event": "loading", "stage": stage, "message": message, "done": None, "total": None})

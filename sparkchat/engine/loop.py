@@ -1,0 +1,147 @@
+"""The decode step: draft -> calibrate -> plan -> verify -> accept -> commit.
+
+The order is what makes the output law the target's: lengths are chosen from confidences that do not
+depend on the token they judge, and every token is accepted, or replaced, by the rule of
+``acceptance`` against the very laws it was drawn from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from sparkchat.engine import rng
+from sparkchat.engine.acceptance import Acceptance, accept
+from sparkchat.engine.batch import pack_rows
+from sparkchat.engine.calibration import survival
+from sparkchat.engine.drafting import Draft, propose
+from sparkchat.engine.laws import target_laws
+from sparkchat.engine.pair import LoadedPair
+from sparkchat.engine.records import StepClock, step_event
+from sparkchat.engine.request import RequestState
+from sparkchat.engine.step_plan import StepIntent, StepLengths, choose_lengths, intend
+from sparkchat.params import Mode
+
+Event = dict
+
+
+def decode_step(
+    pair: LoadedPair,
+    states: Sequence[RequestState],
+    default: Mode,
+    choose: Callable[..., list[StepLengths]] = choose_lengths,
+) -> list[Event]:
+    """One step for every request of the batch; returns their delta and step events in order."""
+    clock = StepClock(pair.device)
+    intents = [intend(state, default, pair) for state in states]
+    draft = propose(pair, states, [intent.draft_len for intent in intents])
+    clock.lap("draft_ms")
+    alive = _calibrate(pair, draft, len(states))
+    lengths = choose(states, intents, alive, pair)
+    clock.lap("plan_ms")
+    law, starts, features = _verify(pair, states, draft, lengths)
+    clock.lap("verify_ms")
+    accepted = _accept(law, starts, states, draft, lengths)
+    events = _commit(pair, states, intents, lengths, draft, accepted, features, starts, alive, law, clock)
+    return events
+
+
+def _calibrate(pair: LoadedPair, draft: Draft | None, num_states: int) -> list[list[float]]:
+    """Survival a_k of every draft: the running product of calibrated confidences."""
+    if draft is None:
+        return [[] for _ in range(num_states)]
+    logits = torch.nan_to_num(draft.proposal.confidence_logit, nan=0.0)
+    values = survival(logits, pair.temperatures).tolist()
+    return [row[:length] for row, length in zip(values, draft.proposal.lens.tolist(), strict=True)]
+
+
+def _verify(
+    pair: LoadedPair, states: Sequence[RequestState], draft: Draft | None, lengths: Sequence[StepLengths]
+) -> tuple[Tensor, list[int], Tensor | None]:
+    """Run [anchor, drafts...] of every request through the target.
+
+    Returns the target's law of each row [N, V], the first row of each request, and the tapped features.
+    """
+    drafts = [[]] * len(states) if draft is None else draft.proposal.ids.tolist()
+    runs = [
+        [state.anchor, *ids[: chosen.verify_len]] for state, ids, chosen in zip(states, drafts, lengths, strict=True)
+    ]
+    batch = pack_rows(runs, [s.kv_len for s in states], [s.slot.row for s in states], pair.device)
+    hidden, features = pair.target.forward(batch, pair.cache, pair.tap_layers)
+    for index, what in (draft.damaged if draft else {}).items():
+        states[index].finish("error", error=f"the drafter is damaged: {what}; run with --drafter none")
+    law = target_laws(pair.target.logits(hidden), states, batch.row_starts, [run[1:] for run in runs])
+    return law, list(batch.row_starts), features
+
+
+def _accept(
+    law: Tensor,
+    starts: list[int],
+    states: Sequence[RequestState],
+    draft: Draft | None,
+    lengths: Sequence[StepLengths],
+) -> Acceptance:
+    seeds, rounds = [s.seed for s in states], [s.round for s in states]
+    width = 1 if draft is None else draft.proposal.ids.shape[1]
+    caps = None
+    if any(chosen.cap is not None for chosen in lengths):
+        caps = torch.tensor([c.verify_len if c.cap is None else c.cap for c in lengths])
+    return accept(
+        law,
+        torch.tensor(starts[:-1]),
+        torch.tensor([chosen.verify_len for chosen in lengths]),
+        None if draft is None else draft.proposal,
+        rng.uniforms(seeds, rounds, 0, width, rng.ACCEPT),
+        rng.uniforms(seeds, rounds, 0, width + 1, rng.NEXT),
+        caps,
+    )
+
+
+def _commit(
+    pair: LoadedPair,
+    states: Sequence[RequestState],
+    intents: Sequence[StepIntent],
+    lengths: Sequence[StepLengths],
+    draft: Draft | None,
+    accepted: Acceptance,
+    features: Tensor | None,
+    starts: list[int],
+    alive: list[list[float]],
+    law: Tensor,
+    clock: StepClock,
+) -> list[Event]:
+    """Keep what was accepted: tokens, caches, features for the drafter, text; forget the rest."""
+    events: list[Event] = []
+    taken, nexts = accepted.accepted_len.tolist(), accepted.next_ids.tolist()
+    commits: list[int] = []
+    for r, state in enumerate(states):
+        drafts = [] if draft is None else draft.proposal.ids[r, : taken[r]].tolist()
+        before = state.kv_len
+        pair.cache.truncate(state.slot.row, before + taken[r] + 1)
+        if features is not None:
+            state.slot.draft.add(features[starts[r] : starts[r] + taken[r] + 1])
+        if state.is_finished:
+            commits.append(0)
+            continue
+        origins = ["draft"] * taken[r] + ["plain" if intents[r].draft_len == 0 else "bonus"]
+        commits.append(state.deliver([*drafts, nexts[r]], origins, events))
+        _observe(pair, state, intents[r], lengths[r])
+    clock.lap("accept_ms")
+    for r, state in enumerate(states):
+        if state.finish_reason != "error":
+            events.append(
+                step_event(pair, state, r, intents[r], lengths[r], draft, accepted, alive[r], law, starts, commits[r], clock)
+            )
+        state.round += 1
+    return events
+
+
+def _observe(pair: LoadedPair, state: RequestState, intent: StepIntent, chosen: StepLengths) -> None:
+    if intent.mode_requested != "compact":
+        return
+    if intent.draft_len and chosen.predicted_theta is not None:
+        state.gate.observe(chosen.predicted_theta, pair.plain_ms)
+    else:
+        state.gate.pass_plain_step()

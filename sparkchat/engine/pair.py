@@ -1,0 +1,53 @@
+"""A loaded target and drafter with their caches: what the decode step works on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from sparkchat.engine.cost_table import CostLookup
+
+if TYPE_CHECKING:
+    from sparkchat.models.base import KVCache, TargetModel
+    from sparkchat.models.dspark.drafter import Drafter
+
+
+@dataclass
+class LoadedPair:
+    """Device state of the engine. One owner: the engine's own thread."""
+
+    target: TargetModel
+    cache: KVCache
+    device: torch.device
+    drafter: Drafter | None = None
+    draft_cache: KVCache | None = None
+    draft_index_of: torch.Tensor | None = None
+    """[V] int64: index in the draft vocabulary of each target id, or -1. None without a reduced vocabulary."""
+    reason_off: str | None = None
+    """Why there is no drafter."""
+    cost: CostLookup | None = None
+    plain_ms: float | None = None
+    """A plain step of one request; None when not measured."""
+    temperatures: tuple[float, ...] | None = None
+    context: int = 0
+    """Most tokens of one request, prompt and answer together."""
+    kv_bytes_per_token: int = 0
+
+    @property
+    def block_size(self) -> int:
+        return 0 if self.drafter is None else self.drafter.config.block_size
+
+    @property
+    def tap_layers(self) -> tuple[int, ...]:
+        return () if self.drafter is None else tuple(self.drafter.config.target_layer_ids)
+
+
+def draft_index_table(draft_to_target: torch.Tensor | None, vocab_size: int) -> torch.Tensor | None:
+    """Invert ``draft_to_target`` [Vd] into a table over the target vocabulary; -1 marks ids it lacks."""
+    if draft_to_target is None:
+        return None
+    table = torch.full((vocab_size,), -1, dtype=torch.int64, device=draft_to_target.device)
+    table[draft_to_target] = torch.arange(draft_to_target.numel(), device=draft_to_target.device)
+    return table
