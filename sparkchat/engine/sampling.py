@@ -1,0 +1,283 @@
+"""Logits to laws to tokens, the same code for the target's rows and for the drafter's.
+
+Order: logit bias, penalties, minimum length (``shape_logits``), then temperature, top-k, top-p, min-p, renormalise
+(``probabilities``), then an inverse-CDF draw (``draw``). Everything is fp32, and the law that is drawn from is the
+law that the acceptance test is given: rounding it anywhere in between would bias the output.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sparkchat.engine.filters import filter_rows
+from sparkchat.errors import DamagedFile, UsageError
+from sparkchat.params import SamplingParams
+
+GREEDY_BELOW = 1e-5
+"""A temperature below this means argmax; dividing fp32 logits by less would only lose digits."""
+
+_DRAW_BLOCK = 128
+_LARGEST = torch.finfo(torch.float32).max
+
+
+class TokenHistory:
+    """Which tokens a request has seen, kept up to date token by token.
+
+    Repetition looks at prompt and output, presence and frequency at the output only. Rejected drafts never enter:
+    a row's own drafts are passed to ``shape_logits`` instead.
+    """
+
+    def __init__(self, prompt_ids: Iterable[int]) -> None:
+        unique = np.unique(np.fromiter(prompt_ids, dtype=np.int64))
+        self._seen = set(unique.tolist())
+        self._num_seen = len(unique)
+        self._seen_ids = np.zeros(max(64, 2 * len(unique)), dtype=np.int64)
+        self._seen_ids[: self._num_seen] = unique
+        self._output_slot: dict[int, int] = {}
+        self._output_ids = np.zeros(64, dtype=np.int64)
+        self._output_counts = np.zeros(64, dtype=np.float32)
+        self._num_output = 0
+
+    @property
+    def num_output(self) -> int:
+        return self._num_output
+
+    @property
+    def seen_ids(self) -> Tensor:
+        """``[S]`` int64, each id of prompt and output once. A view: valid until the next append."""
+        return torch.from_numpy(self._seen_ids[: self._num_seen])
+
+    @property
+    def output_ids(self) -> Tensor:
+        """``[O]`` int64, each id of the output once. A view: valid until the next append."""
+        return torch.from_numpy(self._output_ids[: len(self._output_slot)])
+
+    @property
+    def output_counts(self) -> Tensor:
+        """``[O]`` float32, how often each of ``output_ids`` was delivered. A view."""
+        return torch.from_numpy(self._output_counts[: len(self._output_slot)])
+
+    def count(self, token_id: int) -> int:
+        """How often the token was delivered."""
+        slot = self._output_slot.get(token_id)
+        return 0 if slot is None else int(self._output_counts[slot])
+
+    def append(self, token_id: int) -> None:
+        """Record one delivered token; amortised constant time."""
+        self._num_output += 1
+        if token_id not in self._seen:
+            self._seen.add(token_id)
+            self._seen_ids = _with_room(self._seen_ids, self._num_seen)
+            self._seen_ids[self._num_seen] = token_id
+            self._num_seen += 1
+        slot = self._output_slot.setdefault(token_id, len(self._output_slot))
+        if slot == len(self._output_slot) - 1:
+            self._output_ids = _with_room(self._output_ids, slot)
+            self._output_counts = _with_room(self._output_counts, slot)
+            self._output_ids[slot] = token_id
+        self._output_counts[slot] += 1
+
+    def extend(self, token_ids: Iterable[int]) -> None:
+        for token_id in token_ids:
+            self.append(token_id)
+
+
+def _with_room(buffer: np.ndarray, index: int) -> np.ndarray:
+    return buffer if index < len(buffer) else np.concatenate((buffer, np.zeros_like(buffer)))
+
+
+def is_greedy(temperature: float) -> bool:
+    return temperature < GREEDY_BELOW
+
+
+def check_logits(logits: Tensor, what: str = "the model") -> None:
+    """Raise DamagedFile when a row of ``[n, V]`` holds NaN or +inf, or nothing above -inf."""
+    if not bool(torch.isfinite(logits.amax(dim=-1)).all()):
+        raise DamagedFile(f"{what} gave logits that are not numbers: its weights are damaged; fetch it again")
+
+
+def shape_logits(
+    logits: Tensor,
+    history: TokenHistory,
+    params: SamplingParams,
+    *,
+    num_output: int,
+    extra: Sequence[Sequence[int]],
+    eos_ids: Collection[int],
+    index_of: Tensor | None = None,
+) -> Tensor:
+    """Apply logit bias, penalties and minimum length IN PLACE to ``[n, V]`` float32 rows of one request; returns them.
+
+    Row i stands after the prompt, ``num_output`` delivered tokens and the drafts ``extra[i]``, which count as
+    delivered for that row alone. ``eos_ids`` are the ids that end an answer, explicit stop ids included. With
+    ``index_of`` (``[V]`` int64, draft index of each target id or -1) the rows are over the draft vocabulary and ids
+    it lacks are skipped. Raises UsageError when a bias names an id outside the vocabulary, or when nothing is left.
+    """
+    vocab = logits.shape[-1] if index_of is None else index_of.shape[0]
+    if params.logit_bias:
+        _add_bias(logits, params.logit_bias, vocab, index_of)
+    if params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty:
+        _penalise(logits, history, params, extra, index_of)
+    must_go_on = (
+        [] if params.ignore_eos else [i for i, ids in enumerate(extra) if num_output + len(ids) < params.min_tokens]
+    )
+    if must_go_on and eos_ids:
+        _forbid(logits, must_go_on, sorted(eos_ids), index_of)
+    if (must_go_on or params.logit_bias) and bool((logits.amax(dim=-1) == -torch.inf).any()):
+        raise UsageError("logit_bias and min_tokens together forbid every token; forbid fewer")
+    return logits
+
+
+def _add_bias(logits: Tensor, bias: tuple[tuple[int, float], ...], vocab: int, index_of: Tensor | None) -> None:
+    outside = [token_id for token_id, _ in bias if token_id >= vocab]
+    if outside:
+        raise UsageError(f"logit_bias id {outside[0]} is not a token of this model; give ids from 0 to {vocab - 1}")
+    total: dict[int, float] = {}
+    for token_id, value in bias:
+        total[token_id] = total.get(token_id, 0.0) + max(-_LARGEST, min(value, _LARGEST)) if value != -np.inf else value
+    columns, kept = _columns(list(total), index_of, logits.device)
+    values = torch.tensor(list(total.values()), dtype=torch.float32, device=logits.device)[kept]
+    # +inf means "always this one"; the largest float says the same and keeps differences defined.
+    logits[:, columns] = (logits[:, columns] + values).clamp(max=_LARGEST)
+
+
+def _columns(
+    ids: Sequence[int] | Tensor, index_of: Tensor | None, device: torch.device
+) -> tuple[Tensor, Tensor | slice]:
+    """Logits columns of target ids, and which of the ids have one."""
+    columns = torch.as_tensor(ids, dtype=torch.int64).to(device)
+    if index_of is None:
+        return columns, slice(None)
+    columns = index_of.to(device)[columns]
+    kept = columns >= 0
+    return columns[kept], kept
+
+
+def _penalise(
+    logits: Tensor,
+    history: TokenHistory,
+    params: SamplingParams,
+    extra: Sequence[Sequence[int]],
+    index_of: Tensor | None,
+) -> None:
+    """Repetition, then presence and frequency: the history on all rows, the drafts on their own rows."""
+    device = logits.device
+    rows, columns, counts = _draft_cells(history, extra, index_of, device)
+    raw = logits[rows, columns]
+    if params.repetition_penalty != 1.0:
+        seen, _ = _columns(history.seen_ids, index_of, device)
+        logits[:, seen] = _repeat(logits[:, seen], params.repetition_penalty)
+    if params.presence_penalty or params.frequency_penalty:
+        said, kept = _columns(history.output_ids, index_of, device)
+        times = history.output_counts.to(device)[kept]
+        logits[:, said] -= params.presence_penalty + params.frequency_penalty * times
+    logits[rows, columns] = _repeat(raw, params.repetition_penalty) - (
+        params.presence_penalty + params.frequency_penalty * counts
+    )
+
+
+def _draft_cells(
+    history: TokenHistory, extra: Sequence[Sequence[int]], index_of: Tensor | None, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Row, column and output count of every cell that a draft of that row touches."""
+    cells = [
+        (row, token, history.count(token) + n) for row, ids in enumerate(extra) for token, n in Counter(ids).items()
+    ]
+    rows = torch.tensor([cell[0] for cell in cells], dtype=torch.int64, device=device)
+    counts = torch.tensor([cell[2] for cell in cells], dtype=torch.float32, device=device)
+    columns, kept = _columns([cell[1] for cell in cells], index_of, device)
+    return rows[kept], columns, counts[kept]
+
+
+def _repeat(values: Tensor, penalty: float) -> Tensor:
+    """Hugging Face's rule: a seen token's logit moves towards "less likely" on both sides of zero."""
+    return torch.where(values < 0, values * penalty, values / penalty)
+
+
+def _forbid(logits: Tensor, rows: Sequence[int], ids: Sequence[int], index_of: Tensor | None) -> None:
+    columns, _ = _columns(ids, index_of, logits.device)
+    logits[torch.tensor(rows, device=logits.device)[:, None], columns] = -torch.inf
+
+
+def probabilities(
+    logits: Tensor,
+    temperature: Sequence[float] | Tensor,
+    top_k: Sequence[int] | Tensor,
+    top_p: Sequence[float] | Tensor,
+    min_p: Sequence[float] | Tensor,
+) -> Tensor:
+    """The law of every row: ``[n, V]`` float32 logits to ``[n, V]`` float32 probabilities, settings ``[n]`` per row.
+
+    Temperature, then top-k (ties at the k-th place stay), then top-p (the smallest set of the k whose renormalised
+    mass reaches it; of equal tokens the lowest ids), then min-p (relative to the most likely token), renormalised.
+    Greedy rows are one-hot at the argmax, lowest id on ties, whatever the filters. -inf logits are impossible
+    tokens. Raises DamagedFile on NaN, +inf, or a row of nothing but -inf. A row does not depend on the others.
+    """
+    temperature, top_k, top_p, min_p = (_host(values) for values in (temperature, top_k, top_p, min_p))
+    peak = logits.amax(dim=-1, keepdim=True)
+    if not bool(torch.isfinite(peak).all()):
+        check_logits(logits)
+    greedy = [i for i, t in enumerate(temperature) if is_greedy(t)]
+    if len(greedy) == len(temperature):
+        return _one_hot(logits)
+    scale = torch.tensor([1.0 if is_greedy(t) else t for t in temperature], device=logits.device)[:, None]
+    # Subtracting the peak first keeps a tiny temperature from overflowing.
+    law = torch.softmax((logits - peak).div_(scale), dim=-1)
+    filtered = [
+        i for i in range(len(temperature))
+        if not is_greedy(temperature[i]) and (top_k[i] > 0 or top_p[i] < 1.0 or min_p[i] > 0.0)
+    ]  # fmt: skip
+    if filtered:
+        filter_rows(law, logits, filtered, top_k, top_p, min_p)
+    if greedy:
+        law[greedy] = _one_hot(logits[greedy])
+    return law
+
+
+def _host(values: Sequence[float] | Tensor) -> list[float]:
+    return values.tolist() if isinstance(values, Tensor) else list(values)
+
+
+def _one_hot(logits: Tensor) -> Tensor:
+    return torch.zeros_like(logits).scatter_(-1, argmax_ids(logits)[:, None], 1.0)
+
+
+def argmax_ids(logits: Tensor) -> Tensor:
+    """``[n, V]`` to ``[n]`` int64: the most likely id of each row, the lowest one on ties."""
+    if logits.device.type == "cpu" and logits.dtype == torch.float32:
+        # torch's CPU argmax is an order of magnitude slower over a vocabulary.
+        return torch.from_numpy(logits.detach().numpy().argmax(axis=-1))
+    return logits.argmax(dim=-1)
+
+
+def draw(weights: Tensor, u: Tensor) -> Tensor:
+    """One id per row, ``[n]`` int64, by inverse CDF from ``[n, V]`` float32 weights and ``u [n]`` in [0, 1).
+
+    Weights need not sum to one but must not all be zero. An id of weight zero is never returned, whatever u is.
+    """
+    n, vocab = weights.shape
+    u = u.to(weights.device, torch.float64)[:, None]
+    if vocab % _DRAW_BLOCK or vocab == _DRAW_BLOCK:
+        return _search(weights.double(), u * weights.sum(dim=-1, keepdim=True, dtype=torch.float64))[:, 0]
+    # Two levels: which block of the vocabulary, then where in it. One pass over the row instead of a full scan.
+    blocks = weights.reshape(n, -1, _DRAW_BLOCK)
+    masses = blocks.sum(dim=-1).double()
+    target = u * masses.sum(dim=-1, keepdim=True)
+    block = _search(masses, target)
+    before = masses.cumsum(dim=-1).gather(1, block) - masses.gather(1, block)
+    inside = blocks[torch.arange(n, device=weights.device), block[:, 0]].double()
+    return (block * _DRAW_BLOCK + _search(inside, target - before))[:, 0]
+
+
+def _search(weights: Tensor, target: Tensor) -> Tensor:
+    """First index ``[n, 1]`` whose running sum exceeds ``target [n, 1]``; the last of positive weight if none does."""
+    # Rounding may leave a target just below zero, where a leading weight of zero would match.
+    found = torch.searchsorted(weights.cumsum(dim=-1), target.clamp(min=0.0), right=True)
+    positions = torch.arange(weights.shape[1], device=weights.device)
+    last = torch.where(weights > 0, positions, 0).amax(dim=-1, keepdim=True)
+    return torch.minimum(found, last)
