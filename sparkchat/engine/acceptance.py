@@ -123,7 +123,8 @@ def _test(
     if target_argmax is not None:
         p_x = (ids == target_argmax[rows]).double()
     if p is not None:
-        assert proposal.probs is not None and proposal.draft_index is not None
+        assert proposal.probs is not None
+        assert proposal.draft_index is not None
         drawn_from = proposal.probs.gather(2, proposal.draft_index.to(device)[..., None])[..., 0].double()
         q_x = torch.where(is_greedy[:, None], q_x, drawn_from)
         p_x = torch.where(is_greedy[:, None], p_x, p[rows, ids.clamp(min=0)].double())
@@ -143,7 +144,8 @@ def _draw_next(
 ) -> Tensor:
     """``[R]``: a residual draw where draft ``taken`` was rejected, a plain draw from the target's law elsewhere."""
     if p is None:
-        assert target_argmax is not None and bool(is_greedy.all())
+        assert target_argmax is not None
+        assert bool(is_greedy.all())
         return target_argmax[rows]
     u = u_next.to(p.device)
     if u.dim() == 2:
@@ -159,9 +161,6 @@ def _draw_next(
 
 def _residual(p: Tensor, q: Tensor, draft_to_target: Tensor | None) -> Tensor:
     """max(p - q, 0) ``[R, V]``, not normalised, with q ``[R, Vd]`` moved to target ids; p where too little is left."""
-    if draft_to_target is None:
-        rest = p - q
-    else:
-        rest = p.index_add(1, draft_to_target.to(p.device), q, alpha=-1.0)
+    rest = p - q if draft_to_target is None else p.index_add(1, draft_to_target.to(p.device), q, alpha=-1.0)
     rest.clamp_(min=0.0)
     return torch.where(rest.sum(dim=-1, keepdim=True) <= RESIDUAL_FLOOR, p, rest)

@@ -44,7 +44,7 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def read_json(path: Path, schema: str) -> tuple[dict[str, Any] | None, str | None]:
-    """(content, notice): the object in ``path`` if it has this schema; no file is (None, None), a bad one (None, why)."""
+    """(content, notice): what ``path`` holds if it has this schema; no file is (None, None), a bad one (None, why)."""
     try:
         content = json.loads(path.read_bytes())
     except FileNotFoundError:

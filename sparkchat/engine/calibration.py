@@ -1,4 +1,4 @@
-"""Confidence logits to calibrated survival, and the fit of the temperatures (paper section 4, STS; evaluator's metrics).
+"""Confidence logits to calibrated survival, and the fit of the temperatures (paper section 4, STS).
 
 The survival a_k = prod_{i<=k} sigmoid(z_i / T_i) predicts that drafts 1..k are all accepted. Temperatures are constants
 of a step, so they shift verify lengths and never the output law.
@@ -18,9 +18,7 @@ from sparkchat.engine.cache_file import read_json, write_json
 from sparkchat.errors import DamagedFile, UsageError
 
 NUM_BINS = 20
-GRID: tuple[float, ...] = tuple(10.0 ** (i / 24.0 - 1.0) for i in range(24)) + (1.0,) + tuple(
-    10.0 ** (i / 24.0) for i in range(1, 25)
-)  # fmt: skip
+GRID: tuple[float, ...] = tuple(10.0 ** (i / 24) for i in range(-24, 25))
 """49 log-spaced temperatures from 0.1 to 10, 1.0 exactly among them."""
 SCHEMA = "sparkchat.temperatures/1"
 _CLAMP = 1e-8

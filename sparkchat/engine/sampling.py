@@ -97,7 +97,12 @@ def is_greedy(temperature: float) -> bool:
 
 def check_logits(logits: Tensor, what: str = "the model") -> None:
     """Raise DamagedFile when a row of ``[n, V]`` holds NaN or +inf, or nothing above -inf."""
-    if not bool(torch.isfinite(logits.amax(dim=-1)).all()):
+    _check_peaks(logits.amax(dim=-1), what)
+
+
+def _check_peaks(peaks: Tensor, what: str) -> None:
+    # NaN and +inf both reach the maximum, so one pass finds them all.
+    if not bool(torch.isfinite(peaks).all()):
         raise DamagedFile(f"{what} gave logits that are not numbers: its weights are damaged; fetch it again")
 
 
@@ -139,10 +144,10 @@ def _add_bias(logits: Tensor, bias: tuple[tuple[int, float], ...], vocab: int, i
         raise UsageError(f"logit_bias id {outside[0]} is not a token of this model; give ids from 0 to {vocab - 1}")
     total: dict[int, float] = {}
     for token_id, value in bias:
-        total[token_id] = total.get(token_id, 0.0) + max(-_LARGEST, min(value, _LARGEST)) if value != -np.inf else value
+        # +inf means "always this one"; the largest float says the same and keeps sums and differences defined.
+        total[token_id] = min(total.get(token_id, 0.0) + min(value, _LARGEST), _LARGEST)
     columns, kept = _columns(list(total), index_of, logits.device)
     values = torch.tensor(list(total.values()), dtype=torch.float32, device=logits.device)[kept]
-    # +inf means "always this one"; the largest float says the same and keeps differences defined.
     logits[:, columns] = (logits[:, columns] + values).clamp(max=_LARGEST)
 
 
@@ -220,8 +225,7 @@ def probabilities(
     """
     temperature, top_k, top_p, min_p = (_host(values) for values in (temperature, top_k, top_p, min_p))
     peak = logits.amax(dim=-1, keepdim=True)
-    if not bool(torch.isfinite(peak).all()):
-        check_logits(logits)
+    _check_peaks(peak, "the model")
     greedy = [i for i, t in enumerate(temperature) if is_greedy(t)]
     if len(greedy) == len(temperature):
         return _one_hot(logits)
