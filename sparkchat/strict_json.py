@@ -1,0 +1,70 @@
+"""The one place where JSON is written and read strictly: no NaN, no Infinity, always valid UTF-8, one line.
+
+Numbers that JSON cannot hold become ``null``; that is also our word for "not measured".
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from typing import Any
+
+_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
+# Legal inside JSON strings, but line breaks for str.splitlines() and some editors: one record must stay one line.
+_LINE_BREAKS = {0x85: "\\u0085", 0x2028: "\\u2028", 0x2029: "\\u2029"}
+
+
+def dumps(value: Any, *, indent: int | None = None) -> str:
+    """JSON text of ``value``; NaN and infinities become null, lone surrogates U+FFFD.
+
+    Without ``indent`` the text has no line break. Raises TypeError for what JSON cannot express.
+    """
+    try:
+        text = _encode(value, indent)
+    except ValueError:
+        text = _encode(without_nonfinite(value), indent)
+    if text.isascii():
+        return text
+    return _LONE_SURROGATE.sub("\ufffd", text).translate(_LINE_BREAKS)
+
+
+def without_nonfinite(value: Any) -> Any:
+    """A copy of a JSON-like value with every NaN and infinity replaced by None."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {_finite_key(key): without_nonfinite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [without_nonfinite(item) for item in value]
+    return value
+
+
+def loads(text: str | bytes) -> Any:
+    """Parse strict JSON. Raises ValueError for NaN, Infinity, numbers that overflow, bad UTF-8 and too deep nesting."""
+    if isinstance(text, bytes):
+        text = text.decode("utf-8")
+    try:
+        return json.loads(text, parse_constant=_refuse_constant, parse_float=_finite_float)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def _encode(value: Any, indent: int | None) -> str:
+    separators = (",", ":") if indent is None else (",", ": ")
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=separators, indent=indent)
+
+
+def _finite_key(key: Any) -> Any:
+    return str(key) if isinstance(key, float) and not math.isfinite(key) else key
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _finite_float(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text[:40]} is too large a number")
+    return number

@@ -1,0 +1,128 @@
+"""Which delivered tokens are thinking and which are the answer.
+
+Only tokens that the tokenizer itself added as ``<think>`` and ``</think>`` (or another known pair) are structure: they
+switch the channel and give no text. The same characters spelled with ordinary tokens are text, so a model may write
+about the tags.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from sparkchat.detokenize import Detokenizer, special_token_ids
+
+Channel = Literal["answer", "thinking"]
+
+TAG_PAIRS = (
+    ("<think>", "</think>"),
+    ("[THINK]", "[/THINK]"),
+    ("<seed:think>", "</seed:think>"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
+)
+"""Opening and closing tags that published checkpoints add to their tokenizers."""
+
+
+@dataclass(frozen=True)
+class ThinkingTags:
+    """The pair of ids that opens and closes a thinking block."""
+
+    open_id: int
+    close_id: int
+
+
+def find_thinking_tags(tokenizer: Any) -> ThinkingTags | None:
+    """The pair among the tokenizer's added tokens, or None when the model has no thinking tokens."""
+    added = tokenizer.get_added_vocab()
+    for opening, closing in TAG_PAIRS:
+        if opening in added and closing in added:
+            return ThinkingTags(added[opening], added[closing])
+    return None
+
+
+def prompt_opens_thinking(tokenizer: Any, prompt_ids: Sequence[int]) -> bool:
+    """Whether the prompt ends inside a thinking block.
+
+    Looks back as far as the last turn marker (a special token that is no thinking tag), so that a tag in an earlier
+    message does not count.
+    """
+    tags = find_thinking_tags(tokenizer)
+    if tags is None:
+        return False
+    turn_markers = special_token_ids(tokenizer) - {tags.open_id, tags.close_id}
+    for token_id in reversed(prompt_ids):
+        if token_id in (tags.open_id, tags.close_id):
+            return token_id == tags.open_id
+        if token_id in turn_markers:
+            return False
+    return False
+
+
+class ThinkingSplitter:
+    """Gives each delivered token its channel.
+
+    ``starts_open`` says whether the prompt opened the block (``RenderedPrompt.opens_thinking``); None finds out from
+    ``prompt_ids``. An answer cut before the closing tag is all thinking. A closing tag outside a block is dropped.
+    """
+
+    def __init__(self, tokenizer: Any, prompt_ids: Sequence[int] = (), *, starts_open: bool | None = None) -> None:
+        self._tags = find_thinking_tags(tokenizer)
+        if starts_open is None:
+            starts_open = prompt_opens_thinking(tokenizer, prompt_ids)
+        self.channel: Channel = "thinking" if starts_open and self._tags is not None else "answer"
+
+    def push(self, token_id: int) -> Channel | None:
+        """Channel of this token's text; None for a tag, which has no text but may have changed ``channel``."""
+        if self._tags is not None and token_id == self._tags.open_id:
+            self.channel = "thinking"
+            return None
+        if self._tags is not None and token_id == self._tags.close_id:
+            self.channel = "answer"
+            return None
+        return self.channel
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Text that became certain with one token; empty text is common."""
+
+    channel: Channel
+    text: str
+
+
+class ReplyText:
+    """Splitter and detokenisers together: the stream of one answer.
+
+    Joined ``answer`` segments are the answer, joined ``thinking`` segments the thinking, whatever the cut. White space
+    at the start of a thinking block is held back until something follows it, so an empty block shows nothing.
+    """
+
+    def __init__(self, tokenizer: Any, prompt_ids: Sequence[int] = (), *, starts_open: bool | None = None) -> None:
+        self._splitter = ThinkingSplitter(tokenizer, prompt_ids, starts_open=starts_open)
+        self._texts = {"answer": Detokenizer(tokenizer), "thinking": Detokenizer(tokenizer)}
+        self._blank = ""
+        self._is_blank = True
+
+    def push(self, token_id: int) -> Segment:
+        before = self._splitter.channel
+        channel = self._splitter.push(token_id)
+        if channel is not None:
+            return self._segment(channel, self._texts[channel].push(token_id))
+        segment = self._segment(before, self._texts[before].flush())
+        if self._splitter.channel != before:
+            self._blank, self._is_blank = "", True
+        return segment
+
+    def finish(self) -> Segment:
+        """What is left at the end of the answer."""
+        return self._segment(self._splitter.channel, self._texts[self._splitter.channel].flush())
+
+    def _segment(self, channel: Channel, text: str) -> Segment:
+        if channel == "thinking" and self._is_blank:
+            text, self._blank = self._blank + text, ""
+            if not text.strip():
+                self._blank = text
+                return Segment(channel, "")
+            self._is_blank = False
+        return Segment(channel, text)
