@@ -5,11 +5,14 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from sparkchat.engine.cost_table import CostLookup, CostStore
+from sparkchat import __version__
+from sparkchat.engine.cache_file import measurement_key
+from sparkchat.engine.cost_table import CostLookup
 from sparkchat.engine.loop import decode_step
 from sparkchat.engine.output import SilentOutput
 from sparkchat.engine.pair import LoadedPair
@@ -18,6 +21,7 @@ from sparkchat.engine.request import RequestState
 from sparkchat.engine.sampling import TokenHistory
 from sparkchat.engine.slots import DraftContext, Slot
 from sparkchat.engine.step_plan import StepIntent, StepLengths
+from sparkchat.errors import SparkchatError
 from sparkchat.params import CostTable, GenerateRequest, LoadSpec, SamplingParams
 
 PROMPT_TOKENS = 128
@@ -31,17 +35,34 @@ def cost_of(
     spec: LoadSpec, pair: LoadedPair, progress: Callable[[dict[str, Any]], None]
 ) -> tuple[CostLookup, float | None]:
     """The stored table of this machine and pair, else a measured one, which is then stored."""
-    store = CostStore.for_pair(spec, pair.device, torch.get_num_threads())
-    table, notice = store.load()
-    if notice:
-        progress({"event": "notice", "id": None, "message": notice})
-    if table is None:
-        progress(
-            {"event": "loading", "stage": "cost_table", "message": "measuring step costs", "done": None, "total": None}
-        )
-        table = measure(pair, 1 if spec.concurrency == 1 else spec.concurrency)
-        store.save(table)
-    return CostLookup(table), table.plain_ms
+    folder = None if spec.cache_dir is None else Path(spec.cache_dir) / "cost_tables"
+    key = measurement_key(
+        model=_identity(spec.model_path),
+        drafter=None if spec.drafter_path is None else _identity(spec.drafter_path),
+        device=f"{pair.device} x{torch.get_num_threads()} batch {spec.concurrency} {pair.target.config.dtype_name}",
+        versions={"sparkchat": __version__, "torch": torch.__version__},
+    )
+    if folder is not None:
+        lookup, notice = CostLookup.load(folder, key)
+        if notice:
+            progress({"event": "notice", "id": None, "message": notice})
+        if lookup is not None:
+            return lookup, lookup.plain_ms
+    progress({"event": "loading", "stage": "cost_table", "message": "measuring step costs", "done": None, "total": None})
+    lookup = CostLookup(measure(pair, spec.concurrency))
+    if folder is not None:
+        try:
+            lookup.save(folder, key)
+        except SparkchatError as error:
+            progress({"event": "notice", "id": None, "message": error.message})
+    return lookup, lookup.plain_ms
+
+
+def _identity(path: str) -> str:
+    """Name, size and time of the weight files: a changed file is measured again."""
+    root = Path(path)
+    files = [root] if root.is_file() else sorted(root.glob("*.safetensors"))
+    return " ".join(f"{f.name}:{f.stat().st_size}:{f.stat().st_mtime_ns}" for f in files)
 
 
 @torch.inference_mode()

@@ -15,7 +15,7 @@ _DECAY = 1.0 - 1.0 / _WINDOW
 class DraftGate:
     """Per request. Reads only predictions of past rounds, so a closed gate cannot bias the output law.
 
-    ``observe`` takes the planned tokens per millisecond of a drafting round; the gate closes when
+    ``observe`` takes the predicted tokens per second of a drafting round; the gate closes when
     their running mean stays under that of plain decoding, and opens again for a trial of
     ``_WINDOW`` rounds after ``_PAUSE`` plain steps.
     """
@@ -32,7 +32,7 @@ class DraftGate:
         self.rounds += 1
         weight = max(1.0 - _DECAY, 1.0 / self.rounds)
         self.mean_theta += weight * (theta - self.mean_theta)
-        if plain_ms is not None and self.rounds >= _WINDOW and self.mean_theta * plain_ms < 1.0:
+        if plain_ms is not None and self.rounds >= _WINDOW and self.mean_theta * plain_ms < 1000.0:
             self.pause_left, self.rounds, self.mean_theta = _PAUSE, 0, 0.0
 
     def pass_plain_step(self) -> None:

@@ -64,7 +64,8 @@ def _draw_block(
     width, size = max(lens), base.shape[1]
     ids = torch.full((len(states), width), -1, dtype=torch.int64)
     index = torch.zeros((len(states), width), dtype=torch.int64)
-    probs = torch.zeros((len(states), width, size), dtype=torch.float32, device=pair.device)
+    is_sampled = not all(states[r].is_greedy for r in drafting)
+    probs = torch.zeros((len(states), width, size), device=pair.device) if is_sampled else None
     uniforms = rng.uniforms(
         [states[r].seed for r in drafting], [states[r].round for r in drafting], 0, width, rng.DRAFT
     )
@@ -85,10 +86,13 @@ def _draw_block(
         logits = base[rows] + bias
         group = [states[drafting[i]] for i in active]
         law = draft_laws(logits, group, [drafted[i] for i in active], pair.draft_index_of)
-        chosen = sampling.draw(law, uniforms[active, k])
+        chosen = sampling.argmax_ids(logits) if law is None else sampling.draw(law, uniforms[active, k])
         target_ids = chosen if pair.drafter.draft_to_target is None else pair.drafter.draft_to_target[chosen]
         at = torch.tensor([drafting[i] for i in active])
-        probs[at, k], index[at, k], ids[at, k] = law, chosen.cpu(), target_ids.cpu()
+        index[at, k], ids[at, k] = chosen.cpu(), target_ids.cpu()
+        if probs is not None:
+            # All-greedy rows of a mixed batch may be missing a law; their entries are never read.
+            probs[at, k] = law if law is not None else 0.0
         for i, token in zip(active, target_ids.tolist(), strict=True):
             drafted[i].append(token)
         previous = target_ids

@@ -15,57 +15,63 @@ from torch import Tensor
 
 # fp32 probabilities carry errors near 1e-7; a set that reaches its bound but for rounding counts as reaching it.
 _SLACK = 1e-6
-_FIRST_TAIL = 1e-4
+_TAILS = (1e-4, 1e-5, 1e-6, 0.0)
 _FIRST_SORT = 1024
 
 
-def filter_rows(
-    law: Tensor,
-    logits: Tensor,
-    rows: Sequence[int],
-    top_k: Sequence[float],
-    top_p: Sequence[float],
-    min_p: Sequence[float],
-) -> None:
-    """Filter and renormalise ``rows`` of ``law [n, V]`` in place; ``logits [n, V]`` rank the tokens for top-k."""
-    if law.device.type != "cpu":
-        filter_batched(law, logits, rows, top_k, top_p, min_p)
-        return
-    laws, ranks = law.numpy(), logits.detach().numpy()
-    for i in rows:
-        _filter_row(laws[i], ranks[i], int(top_k[i]), top_p[i], min_p[i])
+def top_k_law(logits: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float, law: np.ndarray) -> None:
+    """Write the law of one row ``[V]`` into ``law``, which holds zeros: all work after top-k is on what it leaves."""
+    least = np.partition(logits, len(logits) - top_k)[len(logits) - top_k]
+    ids = np.flatnonzero(logits >= least)
+    values = logits[ids]
+    values = np.exp((values - values.max()) / np.float32(temperature))
+    values /= values.sum(dtype=np.float64)
+    _write(law, *_shrink(ids, values, top_p, min_p))
 
 
-def _filter_row(law: np.ndarray, logits: np.ndarray, top_k: int, top_p: float, min_p: float) -> None:
-    ids, values = _largest(law, logits, top_k, top_p)
-    if top_p < 1.0:
-        kept = _nucleus(values, top_p, total=values.sum(dtype=np.float64) if 0 < top_k < len(law) else 1.0)
-        ids, values = ids[kept], values[kept]
-    if min_p > 0.0:
-        kept = values >= np.float32(min_p * (1.0 - _SLACK)) * values.max()
-        ids, values = ids[kept], values[kept]
+def filter_law(law: np.ndarray, top_p: float, min_p: float) -> None:
+    """Apply top-p, then min-p, to one row ``[V]`` in place; it is renormalised."""
+    ids, values = _candidates(law, top_p, min_p)
     law[:] = 0.0
-    law[ids] = values / values.sum(dtype=np.float64)
+    _write(law, *_shrink(ids, values, top_p, min_p))
 
 
-def _largest(law: np.ndarray, logits: np.ndarray, top_k: int, top_p: float) -> tuple[np.ndarray, np.ndarray]:
-    """Ids (ascending) and probabilities that top-k leaves, less a tail that top-p is certain to drop."""
-    if 0 < top_k < len(law):
-        least = np.partition(logits, len(logits) - top_k)[len(logits) - top_k]
-        ids = np.flatnonzero(logits >= least)
+def _candidates(law: np.ndarray, top_p: float, min_p: float) -> tuple[np.ndarray, np.ndarray]:
+    """Ids (ascending) and probabilities of the row less a tail that the filters are certain to drop."""
+    if min_p > 0.0:
+        # If the tokens above min-p's floor do not reach top_p, all of them are in top-p's set.
+        ids = np.flatnonzero(law >= _floor(min_p) * law.max())
         return ids, law[ids]
-    for tail in (_FIRST_TAIL, 0.0) if top_p < 1.0 else (0.0,):
+    for tail in _TAILS:
         ids = np.flatnonzero(law > tail)
         values = law[ids]
-        if tail == 0.0 or values.sum(dtype=np.float64) >= top_p:
+        if values.sum(dtype=np.float64) >= top_p:
             break
     return ids, values
 
 
-def _nucleus(values: np.ndarray, top_p: float, total: float) -> np.ndarray:
-    """Mask of the smallest set with ``top_p`` of ``total``; ``values`` are in id order, so the first ties win."""
+def _shrink(ids: np.ndarray, values: np.ndarray, top_p: float, min_p: float) -> tuple[np.ndarray, np.ndarray]:
+    if top_p < 1.0:
+        kept = _nucleus(values, top_p)
+        ids, values = ids[kept], values[kept]
+    if min_p > 0.0:
+        kept = values >= _floor(min_p) * values.max()
+        ids, values = ids[kept], values[kept]
+    return ids, values
+
+
+def _floor(min_p: float) -> np.float32:
+    return np.float32(min_p * (1.0 - _SLACK))
+
+
+def _write(law: np.ndarray, ids: np.ndarray, values: np.ndarray) -> None:
+    law[ids] = values / values.sum(dtype=np.float64)
+
+
+def _nucleus(values: np.ndarray, top_p: float) -> np.ndarray:
+    """Mask of the smallest set with mass ``top_p``; ``values`` are in id order, so the first of equals win."""
     descending = np.sort(values)[::-1]
-    reached = np.cumsum(descending, dtype=np.float64) >= (top_p - _SLACK) * total
+    reached = np.cumsum(descending, dtype=np.float64) >= top_p - _SLACK
     size = int(reached.argmax()) + 1 if reached[-1] else len(values)
     least = descending[size - 1]
     kept = values > least
@@ -74,27 +80,30 @@ def _nucleus(values: np.ndarray, top_p: float, total: float) -> np.ndarray:
 
 
 def filter_batched(
-    law: Tensor,
+    laws: Tensor,
     logits: Tensor,
     rows: Sequence[int],
     top_k: Sequence[float],
     top_p: Sequence[float],
     min_p: Sequence[float],
 ) -> None:
-    """``filter_rows`` on any device, all rows at once."""
-    vocab = law.shape[1]
-    picked = torch.tensor(list(rows), device=law.device)
-    p = law[picked]
-    ks = [int(top_k[i]) if 0 < top_k[i] < vocab else vocab for i in rows]
+    """Filter and renormalise ``rows`` of ``laws [n, V]`` in place, on any device; settings are per listed row.
+
+    ``logits [n, V]`` rank the tokens for top-k.
+    """
+    vocab = laws.shape[1]
+    picked = torch.tensor(list(rows), device=laws.device)
+    p = laws[picked]
+    ks = [int(k) if 0 < k < vocab else vocab for k in top_k]
     if min(ks) < vocab:
         p.masked_fill_(logits[picked] < _kth_largest(logits[picked], ks), 0.0)
         p /= p.sum(dim=-1, keepdim=True, dtype=torch.float64).float()
-    ps = torch.tensor([top_p[i] for i in rows], dtype=torch.float64, device=law.device)[:, None]
-    if min(top_p[i] for i in rows) < 1.0:
-        p = p.where(_nucleus_batched(p, ps) | (ps >= 1.0), 0.0)
-    floors = torch.tensor([min_p[i] * (1.0 - _SLACK) for i in rows], dtype=torch.float32, device=law.device)[:, None]
+    if min(top_p) < 1.0:
+        shares = torch.tensor(top_p, dtype=torch.float64, device=laws.device)[:, None]
+        p = p.where(_nucleus_batched(p, shares) | (shares >= 1.0), 0.0)
+    floors = torch.tensor([m * (1.0 - _SLACK) for m in min_p], dtype=torch.float32, device=laws.device)[:, None]
     p.masked_fill_(p < floors * p.amax(dim=-1, keepdim=True), 0.0)
-    law[picked] = (p.double() / p.sum(dim=-1, keepdim=True, dtype=torch.float64)).float()
+    laws[picked] = (p.double() / p.sum(dim=-1, keepdim=True, dtype=torch.float64)).float()
 
 
 def _kth_largest(logits: Tensor, ks: Sequence[int]) -> Tensor:

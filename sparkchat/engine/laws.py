@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from sparkchat.engine import sampling
@@ -13,10 +15,24 @@ from sparkchat.errors import UsageError
 DAMAGED_MODEL = "the model's logits are not numbers: its weights are damaged; fetch it again"
 
 
+@dataclass(frozen=True)
+class TargetRows:
+    """What the target says at every row of a step."""
+
+    logits: Tensor
+    """[N, V] float32, bias and penalties applied."""
+    law: Tensor | None
+    """[N, V] float32, one-hot at greedy rows; None when every request is greedy."""
+    argmax: Tensor | None
+    """[N] int64; None when no request is greedy."""
+    is_greedy: tuple[bool, ...]
+    """Per request."""
+
+
 def target_laws(
     logits: Tensor, states: Sequence[RequestState], row_starts: Sequence[int], drafts: Sequence[Sequence[int]]
-) -> Tensor:
-    """logits [N, V] float32, changed in place -> laws [N, V] float32.
+) -> TargetRows:
+    """logits [N, V] float32, changed in place, to laws.
 
     Row ``row_starts[r] + i`` of request r stands behind its first i drafts. A request whose logits are not
     numbers, or whose settings leave no token, ends with an error; its rows become uniform and are not used.
@@ -34,14 +50,30 @@ def target_laws(
         except UsageError as error:
             logits[first:last] = 0.0
             state.finish("error", error=error.message)
-    rows_each = [last - first for first, last in zip(row_starts, row_starts[1:], strict=False)]
-    return _laws(logits, states, rows_each)
+    is_greedy = tuple(state.is_greedy for state in states)
+    law = None
+    if not all(is_greedy):
+        law = _laws(logits, states, [last - first for first, last in zip(row_starts, row_starts[1:], strict=False)])
+    return TargetRows(logits, law, sampling.argmax_ids(logits) if any(is_greedy) else None, is_greedy)
+
+
+def draw_next(rows: TargetRows, uniforms: Tensor) -> list[int]:
+    """One token per row [N] from its law; uniforms [N]. For rows that belong to one request each."""
+    if rows.law is None:
+        assert rows.argmax is not None
+        return rows.argmax.tolist()
+    drawn = sampling.draw(rows.law, uniforms)
+    if rows.argmax is not None:
+        drawn = torch.where(torch.tensor(rows.is_greedy, device=drawn.device), rows.argmax, drawn)
+    return drawn.tolist()
 
 
 def draft_laws(
     logits: Tensor, states: Sequence[RequestState], drafted: Sequence[Sequence[int]], index_of: Tensor | None
-) -> Tensor:
+) -> Tensor | None:
     """logits [R, Vd] float32, changed in place -> the laws [R, Vd] the next draft of each request is drawn from.
+
+    None when all requests are greedy: the draft is the argmax of the changed logits.
 
     Any law is lossless as long as it is the one drawn from; where the settings leave the drafter no token of
     its vocabulary, it drafts blindly and the target turns the draft down.
@@ -52,6 +84,8 @@ def draft_laws(
             _shape(state, logits[row : row + 1], [tuple(tokens)], index_of)
         except UsageError:
             logits[row] = 0.0
+    if all(state.is_greedy for state in states):
+        return None
     return _laws(logits, states, [1] * len(states))
 
 

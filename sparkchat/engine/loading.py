@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from sparkchat import __version__
-from sparkchat.chat import TextModel, load_text_model
+from sparkchat.engine.text_model import TextModel
 from sparkchat.engine.pair import LoadedPair, draft_index_table
 from sparkchat.engine.prefill import CHUNK_ROWS
 from sparkchat.engine.cost_table import CostLookup
@@ -44,7 +44,7 @@ def load_pair(spec: LoadSpec, progress: Progress) -> tuple[LoadedPair, TextModel
     elif spec.block_size is not None:
         raise UsageError(f"block size {spec.block_size} was asked for, but {reason}; leave --block-size out")
     _say(progress, "tokenizer", "loading the tokenizer")
-    text = load_text_model(Path(spec.model_path), chat_template=spec.chat_template, cache_dir=spec.cache_dir)
+    text = TextModel.load(spec)
     max_block = 1 if drafter is None else drafter.config.block_size + 1
     rows = spec.concurrency + 1
     # A block may be drafted over the context limit; what is behind it is never delivered.
@@ -55,7 +55,9 @@ def load_pair(spec: LoadSpec, progress: Progress) -> tuple[LoadedPair, TextModel
         device=device,
         drafter=drafter,
         draft_cache=None if drafter is None else drafter.new_cache(rows, room),
-        draft_index_of=None if drafter is None else draft_index_table(drafter.draft_to_target, target.config.vocab_size),
+        draft_index_of=None
+        if drafter is None
+        else draft_index_table(drafter.draft_to_target, target.config.vocab_size),
         reason_off=reason,
         cost=None if spec.cost_table is None else CostLookup(spec.cost_table),
         plain_ms=None if spec.cost_table is None else spec.cost_table.plain_ms,

@@ -17,7 +17,7 @@ from sparkchat.engine.acceptance import Acceptance, accept
 from sparkchat.engine.batch import pack_rows
 from sparkchat.engine.calibration import survival
 from sparkchat.engine.drafting import Draft, propose
-from sparkchat.engine.laws import target_laws
+from sparkchat.engine.laws import TargetRows, target_laws
 from sparkchat.engine.pair import LoadedPair
 from sparkchat.engine.records import StepClock, step_event
 from sparkchat.engine.request import RequestState
@@ -41,10 +41,10 @@ def decode_step(
     alive = _calibrate(pair, draft, len(states))
     lengths = choose(states, intents, alive, pair)
     clock.lap("plan_ms")
-    law, starts, features = _verify(pair, states, draft, lengths)
+    target, starts, features = _verify(pair, states, draft, lengths)
     clock.lap("verify_ms")
-    accepted = _accept(law, starts, states, draft, lengths)
-    events = _commit(pair, states, intents, lengths, draft, accepted, features, starts, alive, law, clock)
+    accepted = _accept(target, starts, states, draft, lengths)
+    events = _commit(pair, states, intents, lengths, draft, accepted, features, starts, alive, target, clock)
     return events
 
 
@@ -59,10 +59,10 @@ def _calibrate(pair: LoadedPair, draft: Draft | None, num_states: int) -> list[l
 
 def _verify(
     pair: LoadedPair, states: Sequence[RequestState], draft: Draft | None, lengths: Sequence[StepLengths]
-) -> tuple[Tensor, list[int], Tensor | None]:
+) -> tuple[TargetRows, list[int], Tensor | None]:
     """Run [anchor, drafts...] of every request through the target.
 
-    Returns the target's law of each row [N, V], the first row of each request, and the tapped features.
+    Returns what the target says at each of the N rows, the first row of each request, and the tapped features.
     """
     drafts = [[]] * len(states) if draft is None else draft.proposal.ids.tolist()
     runs = [
@@ -72,12 +72,12 @@ def _verify(
     hidden, features = pair.target.forward(batch, pair.cache, pair.tap_layers)
     for index, what in (draft.damaged if draft else {}).items():
         states[index].finish("error", error=f"the drafter is damaged: {what}; run with --drafter none")
-    law = target_laws(pair.target.logits(hidden), states, batch.row_starts, [run[1:] for run in runs])
-    return law, list(batch.row_starts), features
+    target = target_laws(pair.target.logits(hidden), states, batch.row_starts, [run[1:] for run in runs])
+    return target, list(batch.row_starts), features
 
 
 def _accept(
-    law: Tensor,
+    target: TargetRows,
     starts: list[int],
     states: Sequence[RequestState],
     draft: Draft | None,
@@ -89,13 +89,15 @@ def _accept(
     if any(chosen.cap is not None for chosen in lengths):
         caps = torch.tensor([c.verify_len if c.cap is None else c.cap for c in lengths])
     return accept(
-        law,
+        target.law,
         torch.tensor(starts[:-1]),
         torch.tensor([chosen.verify_len for chosen in lengths]),
         None if draft is None else draft.proposal,
         rng.uniforms(seeds, rounds, 0, width, rng.ACCEPT),
         rng.uniforms(seeds, rounds, 0, width + 1, rng.NEXT),
         caps,
+        greedy=target.is_greedy,
+        target_argmax=target.argmax,
     )
 
 
@@ -109,7 +111,7 @@ def _commit(
     features: Tensor | None,
     starts: list[int],
     alive: list[list[float]],
-    law: Tensor,
+    target: TargetRows,
     clock: StepClock,
 ) -> list[Event]:
     """Keep what was accepted: tokens, caches, features for the drafter, text; forget the rest."""
@@ -127,21 +129,26 @@ def _commit(
             continue
         origins = ["draft"] * taken[r] + ["plain" if intents[r].draft_len == 0 else "bonus"]
         commits.append(state.deliver([*drafts, nexts[r]], origins, events))
-        _observe(pair, state, intents[r], lengths[r])
+        _observe(pair, state, intents[r], lengths[r], state.is_reproducible or len(states) == 1)
     clock.lap("accept_ms")
     for r, state in enumerate(states):
         if state.finish_reason != "error":
             events.append(
-                step_event(pair, state, r, intents[r], lengths[r], draft, accepted, alive[r], law, starts, commits[r], clock)
+                step_event(
+                    pair, state, r, intents[r], lengths[r], draft, accepted, alive[r], target, starts, commits[r], clock
+                )
             )
         state.round += 1
     return events
 
 
-def _observe(pair: LoadedPair, state: RequestState, intent: StepIntent, chosen: StepLengths) -> None:
+def _observe(
+    pair: LoadedPair, state: RequestState, intent: StepIntent, chosen: StepLengths, is_planned_alone: bool
+) -> None:
+    # Only a plan for one request can be compared with a plain step of one request.
     if intent.mode_requested != "compact":
         return
-    if intent.draft_len and chosen.predicted_theta is not None:
+    if intent.draft_len and chosen.predicted_theta is not None and is_planned_alone:
         state.gate.observe(chosen.predicted_theta, pair.plain_ms)
-    else:
+    elif intent.mode == "off":
         state.gate.pass_plain_step()

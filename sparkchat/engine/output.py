@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
+
+from sparkchat.detokenize import token_text
+from sparkchat.engine.stopping import StopRules, StopStrings
+from sparkchat.thinking import ReplyText
 
 
 @dataclass
@@ -19,14 +24,108 @@ class DeltaPart:
 
 @dataclass
 class Delta:
+    """What a committed run came to."""
+
     parts: list[DeltaPart]
     num_delivered: int
     finish_reason: str | None = None
     stop: str | int | None = None
 
 
+class OutputStream:
+    """Text of one answer. Every token of a run is judged, so an end inside a block ends the answer there.
+
+    The token that completes a stop string is delivered; its text is cut exactly before the stop string.
+    """
+
+    def __init__(self, tokenizer: Any, rules: StopRules, stop: Sequence[str], reply: ReplyText | None) -> None:
+        """``reply`` is None for a model without a tokenizer, whose answers are ids alone."""
+        self._tokenizer = tokenizer
+        self._rules = rules
+        self._stop = tuple(stop)
+        self._reply = reply
+        self._channel = "answer"
+        self._num_tokens = 0
+        self._strings = self._fresh_strings()
+        self._texts: dict[str, list[str]] = {"answer": [], "thinking": []}
+        self._shown: dict[int, str] = {}
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        return self._rules.end_ids
+
+    @property
+    def text(self) -> str:
+        return "".join(self._texts["answer"])
+
+    @property
+    def thinking(self) -> str:
+        return "".join(self._texts["thinking"])
+
+    def text_of(self, token_id: int) -> str:
+        """One token by itself, for display."""
+        if self._tokenizer is None:
+            return ""
+        if token_id not in self._shown:
+            self._shown[token_id] = token_text(self._tokenizer, token_id)
+        return self._shown[token_id]
+
+    def push(self, run: Sequence[int], *, num_delivered: int, limit: int) -> Delta:
+        """Deliver the tokens of a committed run up to the first end; ``limit`` is the most tokens of the answer."""
+        end = self._rules.apply(run, num_delivered)
+        delta = Delta([], end.num_delivered, end.finish_reason, end.stop)
+        for index, token in enumerate(run[: end.num_delivered]):
+            found = self._push_token(token, index, delta.parts)
+            if found is not None:
+                delta.num_delivered, delta.finish_reason, delta.stop = index + 1, "stop_string", found
+                return delta
+        if delta.finish_reason is not None:
+            found = self._end(delta.parts)
+            if found is not None:
+                delta.finish_reason, delta.stop = "stop_string", found
+        return delta
+
+    def flush(self) -> list[DeltaPart]:
+        """The answer ended from outside: show what was held back."""
+        parts: list[DeltaPart] = []
+        self._end(parts)
+        return parts
+
+    def _push_token(self, token: int, index: int, parts: list[DeltaPart]) -> str | None:
+        """Returns the stop string that this token completed."""
+        segment = None if self._reply is None else self._reply.push(token)
+        if segment is not None and segment.channel != self._channel:
+            self._release(self._strings.finish().text, parts)
+            self._channel, self._strings = segment.channel, self._fresh_strings()
+        self._num_tokens += 1
+        certain = self._strings.push("" if segment is None else segment.text)
+        part = self._part(parts)
+        part.token_ids.append(token)
+        part.indices.append(index)
+        self._release(certain.text, parts)
+        return certain.stop
+
+    def _end(self, parts: list[DeltaPart]) -> str | None:
+        certain = self._strings.finish("" if self._reply is None else self._reply.finish().text)
+        self._release(certain.text, parts)
+        return certain.stop
+
+    def _part(self, parts: list[DeltaPart]) -> DeltaPart:
+        if not parts or parts[-1].channel != self._channel:
+            parts.append(DeltaPart(self._channel))
+        return parts[-1]
+
+    def _release(self, text: str, parts: list[DeltaPart]) -> None:
+        if text:
+            self._part(parts).text += text
+            self._texts[self._channel].append(text)
+
+    def _fresh_strings(self) -> StopStrings:
+        return StopStrings(self._stop, max(0, self._rules.min_tokens - self._num_tokens))
+
+
 class SilentOutput:
-    """Delivers every token and makes no text: for probes and models without a tokenizer."""
+    """Delivers every token and makes no text: for probes."""
 
     eos_ids: frozenset[int] = frozenset()
     text = ""

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from sparkchat.engine.acceptance import Acceptance
 from sparkchat.engine.drafting import Draft
+from sparkchat.engine.laws import TargetRows
 from sparkchat.engine.pair import LoadedPair
 from sparkchat.engine.request import RequestState
 from sparkchat.engine.step_plan import StepIntent, StepLengths
@@ -46,7 +47,7 @@ def step_event(
     draft: Draft | None,
     accepted: Acceptance,
     alive: Sequence[float],
-    law: Tensor,
+    target: TargetRows,
     starts: Sequence[int],
     num_committed: int,
     clock: StepClock,
@@ -84,7 +85,7 @@ def step_event(
         "cap_trim": None if intent.mode == "compact" else full - taken,
         "committed_ids": committed,
         "bonus_token": next_id if num_committed > taken else None,
-        "reject": _rejection(draft_ids, full, taken, chosen.verify_len, row, next_id, accepted, law, starts),
+        "reject": _rejection(draft_ids, full, taken, chosen.verify_len, row, next_id, accepted, target, starts),
         **{name: clock.laps.get(name) for name in ("draft_ms", "plan_ms", "verify_ms", "accept_ms")},
         "step_ms": clock.total_ms,
         "predicted_step_ms": chosen.predicted_ms,
@@ -105,21 +106,20 @@ def _rejection(
     row: int,
     next_id: int,
     accepted: Acceptance,
-    law: Tensor,
+    target: TargetRows,
     starts: Sequence[int],
 ) -> dict[str, Any] | None:
     """The draft that the target turned down, when it is what ended the committed run."""
     if full >= verify_len or full > taken:
         return None
-    p_target = float(accepted.p_target[row, full])
-    target_row = law[starts[row] + full]
+    logits = target.logits[starts[row] + full]
     return {
         "pos": full,
         "draft_id": draft_ids[full],
         "target_id": next_id,
         "p_draft": finite(float(accepted.p_draft[row, full])),
-        "p_target": finite(p_target),
-        "target_rank": int((target_row > p_target).sum()) + 1,
+        "p_target": finite(float(accepted.p_target[row, full])),
+        "target_rank": int((logits > logits[draft_ids[full]]).sum()) + 1,
     }
 
 

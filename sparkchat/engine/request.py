@@ -145,7 +145,14 @@ class RequestState:
         self.finish(reason)
         for part in self.output.flush():
             events.append(
-                {"event": "delta", "id": self.id, "text": part.text, "token_ids": [], "channel": part.channel, "origins": []}
+                {
+                    "event": "delta",
+                    "id": self.id,
+                    "text": part.text,
+                    "token_ids": [],
+                    "channel": part.channel,
+                    "origins": [],
+                }
             )
 
     def finish(self, reason: str, *, stop: str | int | None = None, error: str | None = None) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparkchat.engine.filters import filter_rows
+from sparkchat.engine.filters import filter_batched, filter_law, top_k_law
 from sparkchat.errors import DamagedFile, UsageError
 from sparkchat.params import SamplingParams
 
@@ -223,32 +223,47 @@ def probabilities(
     Greedy rows are one-hot at the argmax, lowest id on ties, whatever the filters. -inf logits are impossible
     tokens. Raises DamagedFile on NaN, +inf, or a row of nothing but -inf. A row does not depend on the others.
     """
-    temperature, top_k, top_p, min_p = (_host(values) for values in (temperature, top_k, top_p, min_p))
-    peak = logits.amax(dim=-1, keepdim=True)
-    _check_peaks(peak, "the model")
-    greedy = [i for i, t in enumerate(temperature) if is_greedy(t)]
-    if len(greedy) == len(temperature):
-        return _one_hot(logits)
-    scale = torch.tensor([1.0 if is_greedy(t) else t for t in temperature], device=logits.device)[:, None]
-    # Subtracting the peak first keeps a tiny temperature from overflowing.
-    law = torch.softmax((logits - peak).div_(scale), dim=-1)
-    filtered = [
-        i for i in range(len(temperature))
-        if not is_greedy(temperature[i]) and (top_k[i] > 0 or top_p[i] < 1.0 or min_p[i] > 0.0)
-    ]  # fmt: skip
+    settings = list(zip(*(_host(values) for values in (temperature, top_k, top_p, min_p)), strict=True))
+    peaks = logits.amax(dim=-1)
+    _check_peaks(peaks, "the model")
+    if all(is_greedy(row[0]) for row in settings):
+        return torch.zeros_like(logits).scatter_(-1, argmax_ids(logits)[:, None], 1.0)
+    if logits.device.type == "cpu":
+        return _laws_by_row(logits, peaks, settings)
+    return _laws_batched(logits, peaks, settings)
+
+
+def _laws_by_row(logits: Tensor, peaks: Tensor, settings: Sequence[tuple[float, ...]]) -> Tensor:
+    laws = torch.zeros_like(logits)
+    scaled = torch.empty_like(logits[0])
+    for row, peak, law, (temperature, top_k, top_p, min_p) in zip(logits, peaks, laws, settings, strict=True):
+        if is_greedy(temperature):
+            law[row.numpy().argmax()] = 1.0
+        elif 0 < top_k < len(row):
+            top_k_law(row.numpy(), temperature, int(top_k), top_p, min_p, law.numpy())
+        else:
+            # Less the peak first: keeps digits, and a tiny temperature from overflowing.
+            at_one = row if temperature == 1.0 else torch.sub(row, peak, out=scaled).div_(temperature)
+            torch.softmax(at_one, dim=0, out=law)
+            if top_p < 1.0 or min_p > 0.0:
+                filter_law(law.numpy(), top_p, min_p)
+    return laws
+
+
+def _laws_batched(logits: Tensor, peaks: Tensor, settings: Sequence[tuple[float, ...]]) -> Tensor:
+    greedy = [i for i, row in enumerate(settings) if is_greedy(row[0])]
+    scale = torch.tensor([1.0 if is_greedy(row[0]) else row[0] for row in settings], device=logits.device)
+    laws = torch.softmax((logits - peaks[:, None]).div_(scale[:, None]), dim=-1)
+    filtered = [i for i, (_, k, p, m) in enumerate(settings) if i not in greedy and (k > 0 or p < 1.0 or m > 0.0)]
     if filtered:
-        filter_rows(law, logits, filtered, top_k, top_p, min_p)
+        filter_batched(laws, logits, filtered, *zip(*(settings[i][1:] for i in filtered), strict=True))
     if greedy:
-        law[greedy] = _one_hot(logits[greedy])
-    return law
+        laws[greedy] = torch.zeros_like(logits[greedy]).scatter_(-1, argmax_ids(logits[greedy])[:, None], 1.0)
+    return laws
 
 
 def _host(values: Sequence[float] | Tensor) -> list[float]:
     return values.tolist() if isinstance(values, Tensor) else list(values)
-
-
-def _one_hot(logits: Tensor) -> Tensor:
-    return torch.zeros_like(logits).scatter_(-1, argmax_ids(logits)[:, None], 1.0)
 
 
 def argmax_ids(logits: Tensor) -> Tensor:

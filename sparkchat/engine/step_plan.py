@@ -40,7 +40,7 @@ class StepLengths:
     """Drafts admitted over the whole batch."""
     predicted_ms: float | None
     predicted_theta: float | None
-    """Tokens per millisecond of the whole batch."""
+    """Tokens per second of what was planned together, the paper's theta."""
 
 
 def intend(state: RequestState, default: Mode, pair: LoadedPair) -> StepIntent:
@@ -88,13 +88,17 @@ def choose_lengths(
         own = plan([list(survival[i])], [intents[i].limit], pair.cost)
         plans[i] = (own.verify_lens[0], own)
     if shared:
-        others = sum(
-            1 + (plans[i][0] if i in plans else intent.draft_len)
-            for i, intent in enumerate(intents)
-            if i not in shared
-        )
+        rows, tokens = 0, 0.0
+        for i, intent in enumerate(intents):
+            if i not in shared:
+                length = plans[i][0] if i in plans else intent.draft_len
+                rows, tokens = rows + 1 + length, tokens + 1.0 + sum(survival[i][:length])
         joint = plan(
-            [list(survival[i]) for i in shared], [intents[i].limit for i in shared], pair.cost, extra_rows=others
+            [list(survival[i]) for i in shared],
+            [intents[i].limit for i in shared],
+            pair.cost,
+            extra_rows=rows,
+            extra_tokens=tokens,
         )
         for i, length in zip(shared, joint.verify_lens, strict=True):
             plans[i] = (length, joint)
