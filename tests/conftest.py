@@ -103,3 +103,17 @@ def mix_folders(build_once: Callable[..., Any]) -> dict[str, Path]:
     from fixtures.mix import write_mix_family
 
     return build_once("mix", write_mix_family)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "slow: the full size of a test whose small size always runs; run with -m slow")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what is marked slow unless the marker expression names it."""
+    if "slow" in (config.option.markexpr or ""):
+        return
+    skip = pytest.mark.skip(reason="slow; run with -m slow")
+    for item in items:
+        if "slow" in item.keywords:
+            item.add_marker(skip)

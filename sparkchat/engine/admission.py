@@ -23,7 +23,8 @@ class Admission:
     def admit(self, request: GenerateRequest) -> tuple[RequestState, list[str]]:
         """The request's state, and notices in plain words about how its prompt was made."""
         self._check_speculation(request)
-        prompt_ids, opened, notices = self._text.prompt_of(request)
+        prompt = self._text.prompt_of(request)
+        prompt_ids = prompt.token_ids
         self._check_tokens(request, prompt_ids)
         sampling = request.sampling
         rules = StopRules(
@@ -34,7 +35,7 @@ class Admission:
             min_tokens=sampling.min_tokens,
             ignore_eos=sampling.ignore_eos,
         )
-        output = OutputStream(self._text.tokenizer, rules, sampling.stop, self._text.splitter(opened))
+        output = OutputStream(self._text.tokenizer, rules, sampling.stop, self._text.reply(prompt))
         state = RequestState(
             request=request,
             prompt_ids=prompt_ids,
@@ -45,7 +46,7 @@ class Admission:
             history=TokenHistory(prompt_ids),
             mode_override=request.mode,
         )
-        return state, notices
+        return state, list(prompt.notices)
 
     def _block_size(self, request: GenerateRequest) -> int:
         return request.block_size or self._spec.block_size or self._pair.block_size
