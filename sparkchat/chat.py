@@ -14,20 +14,12 @@ from typing import Any, Literal
 import jinja2
 
 from sparkchat.errors import UsageError
-from sparkchat.thinking import (
-    ReplyText,
-    Segment,
-    ThinkingSplitter,
-    find_thinking_tags,
-    prompt_opens_thinking,
-)
+from sparkchat.thinking import ThinkingSplitter, find_thinking_tags, prompt_opens_thinking
 from sparkchat.tokenizer import LoadedTokenizer, load_tokenizer
 
 __all__ = [
     "LoadedTokenizer",
     "RenderedPrompt",
-    "ReplyText",
-    "Segment",
     "ThinkingSplitter",
     "encode_text",
     "find_thinking_tags",

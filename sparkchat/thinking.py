@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from sparkchat.detokenize import Detokenizer, special_token_ids
+from sparkchat.detokenize import special_token_ids
 
 Channel = Literal["answer", "thinking"]
 
@@ -72,57 +72,9 @@ class ThinkingSplitter:
             starts_open = prompt_opens_thinking(tokenizer, prompt_ids)
         self.channel: Channel = "thinking" if starts_open and self._tags is not None else "answer"
 
-    def push(self, token_id: int) -> Channel | None:
-        """Channel of this token's text; None for a tag, which has no text but may have changed ``channel``."""
-        if self._tags is not None and token_id == self._tags.open_id:
-            self.channel = "thinking"
-            return None
-        if self._tags is not None and token_id == self._tags.close_id:
-            self.channel = "answer"
-            return None
-        return self.channel
-
-
-@dataclass(frozen=True)
-class Segment:
-    """Text that became certain with one token; empty text is common."""
-
-    channel: Channel
-    text: str
-
-
-class ReplyText:
-    """Splitter and detokenisers together: the stream of one answer.
-
-    Joined ``answer`` segments are the answer, joined ``thinking`` segments the thinking, whatever the cut. White space
-    at the start of a thinking block is held back until something follows it, so an empty block shows nothing.
-    """
-
-    def __init__(self, tokenizer: Any, prompt_ids: Sequence[int] = (), *, starts_open: bool | None = None) -> None:
-        self._splitter = ThinkingSplitter(tokenizer, prompt_ids, starts_open=starts_open)
-        self._texts = {"answer": Detokenizer(tokenizer), "thinking": Detokenizer(tokenizer)}
-        self._blank = ""
-        self._is_blank = True
-
-    def push(self, token_id: int) -> Segment:
-        before = self._splitter.channel
-        channel = self._splitter.push(token_id)
-        if channel is not None:
-            return self._segment(channel, self._texts[channel].push(token_id))
-        segment = self._segment(before, self._texts[before].flush())
-        if self._splitter.channel != before:
-            self._blank, self._is_blank = "", True
-        return segment
-
-    def finish(self) -> Segment:
-        """What is left at the end of the answer."""
-        return self._segment(self._splitter.channel, self._texts[self._splitter.channel].flush())
-
-    def _segment(self, channel: Channel, text: str) -> Segment:
-        if channel == "thinking" and self._is_blank:
-            text, self._blank = self._blank + text, ""
-            if not text.strip():
-                self._blank = text
-                return Segment(channel, "")
-            self._is_blank = False
-        return Segment(channel, text)
+    def push(self, token_id: int) -> tuple[Channel, bool]:
+        """(channel after this token, whether it is a tag). A tag has no text."""
+        if self._tags is not None and token_id in (self._tags.open_id, self._tags.close_id):
+            self.channel = "thinking" if token_id == self._tags.open_id else "answer"
+            return self.channel, True
+        return self.channel, False
