@@ -13,6 +13,9 @@ from sparkchat.params import LoadSpec, SamplingParams
 Output = Literal["text", "json", "jsonl"]
 Color = Literal["auto", "always", "never"]
 
+FIXED = ("flag", "environment")
+"""How the source of a value begins that a session command does not win over."""
+
 
 @dataclass(frozen=True)
 class RunConfig:
@@ -50,3 +53,8 @@ class RunConfig:
     """The command line as typed, for the header of a trace."""
     debug: bool = False
     """Errors may show a traceback."""
+
+    def fixed_by(self, name: str) -> str | None:
+        """The flag or variable that set this option, and so wins over a session command; None when none did."""
+        source = self.sources.get(name, "")
+        return source if source.startswith(FIXED) else None

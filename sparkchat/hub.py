@@ -90,6 +90,17 @@ def commit_of(source: HubSource, paths: Paths) -> str | None:
     return source.revision if source.is_pinned else _read_ref(repo_folder(source, paths), source.revision)
 
 
+def reachability() -> str:
+    """One line on whether the hub answers, for a report."""
+    if constants.HF_HUB_OFFLINE:
+        return "not asked: HF_HUB_OFFLINE is set"
+    try:
+        answer = _within(ANSWER_SECONDS, lambda: get_session().head(constants.ENDPOINT, timeout=ANSWER_SECONDS))
+    except (TransportError, TimeoutError, OSError) as error:
+        return f"{constants.ENDPOINT} does not answer ({_short(error)})"
+    return f"{constants.ENDPOINT} answers ({answer.status_code})"
+
+
 def list_files(source: HubSource) -> Listing:
     """What would be fetched, with sizes and checksums. Raises ModelNotFound, NoAccess or Unreachable."""
     token = get_token()

@@ -1,5 +1,6 @@
-"""From layers of options to one frozen RunConfig: typed flag > environment > session > user profile > shipped profile.
+"""From layers of options to one frozen RunConfig: typed flag > environment > user profile > shipped profile.
 
+A session command stands between environment and profile: ``RunConfig.fixed_by`` says what it may not change.
 Every value keeps the name of the layer it came from, and every option that cannot be honoured is refused here,
 before anything is loaded.
 """
@@ -9,17 +10,17 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from sparkchat import environment
 from sparkchat.catalog import DrafterRef, ModelRef
-from sparkchat.config import RunConfig
+from sparkchat.config import FIXED, RunConfig
 from sparkchat.errors import UsageError
 from sparkchat.locate import Located
-from sparkchat.options import RESOLVED, RUN, SAMPLING, check, nearest, parse, unknown
+from sparkchat.options import RESOLVED, RUN, SAMPLING, check, nearest, parse
 from sparkchat.params import CostTable, LoadSpec, SamplingParams
 from sparkchat.paths import Paths
 from sparkchat.profile import Profile, Setting
@@ -39,7 +40,6 @@ _DEFAULTS: dict[str, Any] = {name: getattr(SamplingParams(), name) for name in S
     "tp": 1,
     "graphs": None,
 }
-_TYPED = ("flag", "environment")
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Resolution:
 
     def is_typed(self, name: str) -> bool:
         """Asked for by the user in so many words, on the command line or in the environment."""
-        return self.source(name).startswith(_TYPED)
+        return self.source(name).startswith(FIXED)
 
     def asked(self, name: str) -> str:
         """How the user asked for it, for messages: ``--block-size 9`` or ``SPARKCHAT_BLOCK_SIZE 9``."""
@@ -86,13 +86,10 @@ def resolve_options(
     profile: Profile | None,
     flags: Mapping[str, Any],
     environ: Mapping[str, str],
-    session: Mapping[str, Any] | None = None,
 ) -> Resolution:
     """Merge the layers. Raises UsageError naming the flag or variable whose value is of the wrong kind."""
     settings = {name: Setting(value, "default") for name, value in _DEFAULTS.items()}
     settings |= _from_profile(profile)
-    for name, value in (session or {}).items():
-        settings[name] = Setting(check(RESOLVED[name], value, name), f"session /set {name}")
     for name, option in RESOLVED.items():
         if option.variable in environ:
             value = parse(option, environ[option.variable], option.variable)
@@ -247,22 +244,3 @@ def build_config(
         reason_off=drafter.reason_off,
         sources=options.sources(),
     )
-
-
-def with_option(config: RunConfig, name: str, text: str) -> RunConfig:
-    """``/set NAME VALUE`` in a running session: a new RunConfig with one sampling option, ``system`` or ``think`` changed.
-
-    Raises UsageError for an unknown name, a wrong value, or an option that a flag or the environment has fixed
-    (both win over the session).
-    """
-    settable = SAMPLING | {key: RUN[key] for key in ("system", "think")}
-    if name not in settable:
-        raise UsageError(unknown("option", name, settable))
-    source = config.sources.get(name, "default")
-    if source.startswith(_TYPED):
-        raise UsageError(f"{name} was set by {source}, which wins over /set; start again without it")
-    value = parse(settable[name], text, name)
-    sources = MappingProxyType(dict(config.sources) | {name: f"session /set {name}"})
-    if name in SAMPLING:
-        return replace(config, sampling=replace(config.sampling, **{name: value}), sources=sources)
-    return replace(config, **{name: value}, sources=sources)

@@ -1,0 +1,7 @@
+"""``python -m sparkchat``."""
+
+import sys
+
+from sparkchat.cli.main import main
+
+sys.exit(main())

