@@ -1,0 +1,1 @@
+"""The front ends: ``plain`` (one-shot and line REPL, no Textual) and ``app`` (full screen)."""

@@ -1,0 +1,204 @@
+"""Slash commands, shared by the TUI and the line REPL: what they are called, and what each one does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from sparkchat.errors import UsageError
+from sparkchat.options import unknown
+from sparkchat.params import MODES, Mode
+from sparkchat.ui.clipboard import code_blocks, is_too_long
+from sparkchat.ui.conversation import Conversation
+from sparkchat.ui.export import export_chat
+from sparkchat.ui.trace_sink import TraceSink
+
+
+class ChatFront(Protocol):
+    """What a command may do to the screen and the engine."""
+
+    conversation: Conversation
+    trace: TraceSink
+
+    def say(self, text: str) -> None: ...
+    def help_text(self) -> str: ...
+    def stats_text(self) -> str: ...
+    def change_mode(self, mode: Mode) -> None: ...
+    def mode_text(self) -> str: ...
+    def set_stats(self, shown: bool) -> None: ...
+    def show_thinking(self, shown: bool) -> None: ...
+    def new_chat(self) -> None: ...
+    def regenerate(self) -> None: ...
+    def edit_last(self) -> None: ...
+    def copy(self, text: str) -> None: ...
+    def restart_engine(self) -> None: ...
+    def quit(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Command:
+    """One slash command."""
+
+    name: str
+    usage: str
+    help: str
+    run: Callable[[ChatFront, str], None]
+    aliases: tuple[str, ...] = ()
+
+
+STATS_DEFINITIONS = (
+    "tok/s: tokens after the first over the time since the first (now: over the last second)\n"
+    "acceptance length: tokens kept per step, the target's own bonus token included; 1.0 = no draft was accepted\n"
+    "verify length: drafts handed to the target in a step; rows = verify length + 1\n"
+    "survival (bar): chance that a position and all before it are accepted; confidence (tick): the position alone\n"
+    "step ms: measured / predicted from the cost table (- = not measured)"
+)
+
+
+def run_command(line: str, front: ChatFront) -> None:
+    """Run a line that starts with a slash. Raises UsageError for an unknown command or argument."""
+    word, _, argument = line[1:].strip().partition(" ")
+    word = word.strip().lower()
+    command = _BY_WORD.get(word)
+    if command is None:
+        raise UsageError(unknown("command", f"/{word}", [f"/{name}" for name in _BY_WORD]) + "; /help lists all")
+    command.run(front, argument.strip())
+
+
+def completions(text: str) -> list[str]:
+    """Commands that begin with what was typed."""
+    return [f"/{command.name}" for command in COMMANDS if f"/{command.name}".startswith(text)]
+
+
+def command_table() -> str:
+    width = max(len(command.usage) for command in COMMANDS)
+    return "\n".join(f"{command.usage:<{width}}  {command.help}" for command in COMMANDS)
+
+
+def _help(front: ChatFront, argument: str) -> None:
+    front.say(STATS_DEFINITIONS if argument == "stats" else front.help_text())
+
+
+def _mode(front: ChatFront, argument: str) -> None:
+    if not argument:
+        front.say(f"{front.mode_text()}; /mode NAME sets it: {', '.join(MODES)}")
+        return
+    if argument not in MODES:
+        raise UsageError(unknown("mode", argument, MODES))
+    front.change_mode(argument)
+
+
+def _stats(front: ChatFront, argument: str) -> None:
+    if argument in ("on", "off"):
+        front.set_stats(argument == "on")
+    elif argument:
+        raise UsageError(f"/stats {argument} is unknown; give on, off or nothing")
+    else:
+        front.say(front.stats_text())
+
+
+def _set(front: ChatFront, argument: str) -> None:
+    name, _, value = argument.partition(" ")
+    options = front.conversation.options()
+    if not name:
+        front.say("\n".join(f"{key} = {_value(each)}" for key, each in options.items()))
+        return
+    if value.strip():
+        front.conversation.set_option(name, value.strip())
+        options = front.conversation.options()
+    key = name.replace("-", "_")
+    if key not in options:
+        raise UsageError(unknown("option", name, options))
+    front.say(f"{key} = {_value(options[key])}")
+
+
+def _value(value: object) -> str:
+    return "none" if value is None else str(value)
+
+
+def _system(front: ChatFront, argument: str) -> None:
+    if argument:
+        front.conversation.system = None if argument.lower() == "none" else argument
+    system = front.conversation.system
+    front.say(f"system text: {system if system else 'none'}; /system TEXT sets it, /system none takes it away")
+
+
+def _think(front: ChatFront, argument: str) -> None:
+    if argument in ("show", "hide"):
+        front.show_thinking(argument == "show")
+        return
+    choices: dict[str, bool | None] = {"on": True, "off": False, "auto": None}
+    if argument and argument not in choices:
+        raise UsageError(f"/think {argument} is unknown; give on, off, auto, show or hide")
+    if argument:
+        front.conversation.think = choices[argument]
+    now = {True: "on", False: "off", None: "auto (the model's template decides)"}[front.conversation.think]
+    front.say(f"thinking: {now}")
+
+
+def _copy(front: ChatFront, argument: str) -> None:
+    answers = [turn.answer.text for turn in front.conversation.turns if turn.answer.text]
+    if not answers:
+        raise UsageError("/copy has nothing to copy: there is no answer yet")
+    text = answers[-1]
+    if argument == "code":
+        blocks = code_blocks(text)
+        if not blocks:
+            raise UsageError("/copy code found no code block in the last answer; /copy takes the whole answer")
+        text = blocks[-1]
+    elif argument:
+        if not argument.isdigit() or not 1 <= int(argument) <= len(answers):
+            raise UsageError(f"/copy {argument} is not possible; give 1 (the last answer) to {len(answers)}, or code")
+        text = answers[-int(argument)]
+    if is_too_long(text):
+        raise UsageError(f"{len(text)} characters are too many for a terminal's clipboard; use /export FILE")
+    front.copy(text)
+
+
+def _trace(front: ChatFront, argument: str) -> None:
+    if argument == "off":
+        path = front.trace.close()
+        front.say(f"trace closed: {path}" if path else "no trace is being written")
+    elif argument:
+        front.trace.open(Path(argument).expanduser())
+        front.say(f"trace: {front.trace.path}")
+    else:
+        path = front.trace.path
+        front.say(f"trace: {path}; /trace off ends it" if path else "no trace is being written; /trace FILE starts one")
+
+
+def _export(front: ChatFront, argument: str) -> None:
+    if not argument:
+        raise UsageError("/export needs a file name that ends in .md or .json")
+    front.say(export_chat(front.conversation, Path(argument).expanduser()))
+
+
+def _no_argument(action: Callable[[ChatFront], None], name: str) -> Callable[[ChatFront, str], None]:
+    def run(front: ChatFront, argument: str) -> None:
+        if argument:
+            raise UsageError(f"/{name} takes nothing after it; got {argument!r}")
+        action(front)
+
+    return run
+
+
+COMMANDS: Sequence[Command] = (
+    Command("help", "/help, /?", "keys and commands; /? stats explains the numbers", _help, ("?",)),
+    Command("mode", "/mode [NAME]", "verify mode: off, static, compact or cap-accept, from the next step on", _mode),
+    Command("stats", "/stats [on|off]", "numbers of the session; on or off shows or hides them", _stats),
+    Command("set", "/set [OPTION [VALUE]]", "sampling options for the next answers", _set),
+    Command("system", "/system [TEXT|none]", "system text for the next answers", _system),
+    Command("think", "/think [on|off|auto|show|hide]", "let the model think; show or hide what it thought", _think),
+    Command("new", "/new", "start a new chat", _no_argument(lambda front: front.new_chat(), "new"), ("clear",)),
+    Command("regen", "/regen", "answer the last question again", _no_argument(lambda front: front.regenerate(), "regen")),
+    Command("edit", "/edit", "take the last question back to change it", _no_argument(lambda front: front.edit_last(), "edit")),
+    Command("copy", "/copy [N|code]", "copy the N-th last answer, or its last code block", _copy),
+    Command("trace", "/trace [FILE|off]", "record every step from here on into a new file", _trace),
+    Command("export", "/export FILE.md|.json", "save the chat with its numbers", _export),
+    Command("load", "/load", "start the engine again", _no_argument(lambda front: front.restart_engine(), "load")),
+    Command("quit", "/quit", "leave", _no_argument(lambda front: front.quit(), "quit"), ("exit", "bye", "q")),
+)
+
+_BY_WORD = {word: command for command in COMMANDS for word in (command.name, *command.aliases)}

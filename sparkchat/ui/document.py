@@ -1,0 +1,262 @@
+"""The text of one part of a turn as lines and rows: what was received, and how it lies at the present width.
+
+``append`` costs as much as the new text, whatever the length of what is there already.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from itertools import accumulate
+from typing import Literal
+
+from sparkchat.ui.glyphs import Glyphs
+from sparkchat.ui.markdown import LONG_LINE, Fence, FormattedLine, MarkdownFormatter, Piece, plain_line, plain_pieces
+from sparkchat.ui.safe_text import text_width
+from sparkchat.ui.tables import align_table, is_delimiter, is_row
+from sparkchat.ui.wrap import wrap
+
+Syntax = Literal["markdown", "plain"]
+
+
+class Line:
+    """One source line: its shown pieces and where its rows start."""
+
+    __slots__ = ("_offsets", "display", "first_row", "formatted", "row_starts", "rendered", "section", "start", "text")
+
+    def __init__(self, section: Section, start: int, text: str, formatted: FormattedLine, width: int) -> None:
+        self.section = section
+        self.start = start
+        """Offset of the line in the section's text."""
+        self.text = text
+        self.first_row = 0
+        """Index of its first row in the transcript."""
+        self.show(formatted, width)
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.text)
+
+    def show(self, formatted: FormattedLine, width: int) -> None:
+        self.formatted = formatted
+        self.display = "".join(piece.text for piece in formatted.pieces)
+        self._offsets: list[int] | None = None
+        self.wrap(width)
+
+    def wrap(self, width: int) -> None:
+        self.row_starts = wrap(self.display, self._inner_width(width), words=self.formatted.words)
+        self.rendered: list[object] = [None] * len(self.row_starts)
+
+    def extend(self, text: str, width: int, ascii_only: bool) -> None:
+        """Add text to a line that is shown as it is; only the last row is wrapped again."""
+        before = len(self.text)
+        self.text += text
+        pieces = self.formatted.pieces
+        style = pieces[-1].style.replace(" control", "") if pieces else ""
+        for piece in plain_pieces(self.text, before, len(self.text), style, ascii_only):
+            last = pieces[-1] if pieces else None
+            if last and last.style == piece.style and len(last.text) == last.end - last.start and piece.text:
+                pieces[-1] = Piece(last.text + piece.text, last.style, last.start, piece.end)
+            else:
+                pieces.append(piece)
+            self.display += piece.text
+        self._offsets = None
+        starts = wrap(self.display, self._inner_width(width), words=self.formatted.words, start=self.row_starts[-1])
+        del self.rendered[-1:]
+        self.rendered += [None] * len(starts)
+        self.row_starts[-1:] = starts
+
+    def _inner_width(self, width: int) -> int:
+        lead = max((sum(text_width(p.text) for p in side) for side in (self.formatted.lead, self.formatted.hang)))
+        return max(width - lead, min(width, 8), 2)
+
+    def margin(self, row: int) -> list[Piece]:
+        return self.formatted.hang if row else self.formatted.lead
+
+    def row_pieces(self, row: int) -> list[Piece]:
+        """The pieces of one row, without its margin."""
+        begin = self.row_starts[row]
+        end = self.row_starts[row + 1] if row + 1 < len(self.row_starts) else len(self.display)
+        offsets = self._piece_offsets()
+        found: list[Piece] = []
+        index = max(bisect_right(offsets, begin) - 1, 0)
+        while index < len(self.formatted.pieces) and offsets[index] < end:
+            piece, at = self.formatted.pieces[index], offsets[index]
+            low, high = max(begin - at, 0), min(end - at, len(piece.text))
+            if low < high:
+                found.append(_cut(piece, low, high))
+            index += 1
+        return found
+
+    def source_offset(self, row: int, column: int) -> int:
+        """Offset in the section's text of the character at ``column`` (in characters, margin included) of a row."""
+        column = max(0, column - sum(len(piece.text) for piece in self.margin(row)))
+        pieces = self.row_pieces(row)
+        for piece in pieces:
+            if column < len(piece.text):
+                exact = len(piece.text) == piece.end - piece.start
+                return self.start + (piece.start + column if exact else piece.start)
+            column -= len(piece.text)
+        if row + 1 < len(self.row_starts) and pieces:
+            return self.start + pieces[-1].end
+        return self.end
+
+    def _piece_offsets(self) -> list[int]:
+        if self._offsets is None:
+            self._offsets = list(accumulate((len(p.text) for p in self.formatted.pieces), initial=0))
+        return self._offsets
+
+
+def _cut(piece: Piece, low: int, high: int) -> Piece:
+    if low == 0 and high == len(piece.text):
+        return piece
+    if len(piece.text) == piece.end - piece.start:
+        return Piece(piece.text[low:high], piece.style, piece.start + low, piece.start + high)
+    return Piece(piece.text[low:high], piece.style, piece.start, piece.end)
+
+
+class Section:
+    """One run of text of one kind: a question, an answer, thinking, or a line of ours."""
+
+    def __init__(self, syntax: Syntax, style: str, width: int, glyphs: Glyphs, margin: str = "") -> None:
+        self.text = ""
+        self.lines: list[Line] = []
+        self.first_changed = 0
+        """First line whose rows are not what the transcript last saw."""
+        self.num_shown = 0
+        """Lines the transcript knows."""
+        self.has_gap = False
+        self.is_folded = False
+        self._syntax = syntax
+        self._style = style
+        self._width = width
+        self._glyphs = glyphs
+        self._margin = margin
+        self._formatter = MarkdownFormatter(glyphs, style)
+        self._fence: Fence | None = None
+        self._table: int | None = None
+        self._tables: list[tuple[int, int]] = []
+        self._is_finished = False
+        self.origin_ends: list[int] = []
+        self.origins: list[str] = []
+
+    @property
+    def ascii_only(self) -> bool:
+        return self._glyphs.bullet.isascii()
+
+    @property
+    def is_changed(self) -> bool:
+        return self.first_changed < max(len(self.lines), 1) or self.num_shown != len(self.lines)
+
+    def mark_shown(self) -> None:
+        self.first_changed = self.num_shown = len(self.lines)
+
+    def append(self, text: str) -> None:
+        if not text:
+            return
+        self.text += text
+        first, *rest = text.split("\n")
+        self._extend_last(first)
+        for part in rest:
+            self._complete_last()
+            self._add_line(part)
+
+    def mark_origin(self, origin: str) -> None:
+        """Everything since the last call came from ``origin`` (prefill, draft, bonus, plain)."""
+        end = len(self.text)
+        if self.origin_ends and self.origin_ends[-1] >= end:
+            return
+        if self.origins and self.origins[-1] == origin:
+            self.origin_ends[-1] = end
+        else:
+            self.origin_ends.append(end)
+            self.origins.append(origin)
+
+    def origin_at(self, offset: int) -> tuple[str, int]:
+        """The origin of the character at ``offset``, and where the run of that origin ends."""
+        index = bisect_right(self.origin_ends, offset)
+        if index == len(self.origins):
+            return "", len(self.text) + 1
+        return self.origins[index], self.origin_ends[index]
+
+    def finish(self) -> None:
+        """No more text comes: lay out a table that ends the text."""
+        if self.lines and not self._is_finished:
+            self._is_finished = True
+            self._complete_last()
+            self._close_table(len(self.lines))
+
+    def replace(self, text: str) -> None:
+        """Show another text instead (for lines of ours that change, such as a count)."""
+        self.text, self.lines = "", []
+        self.first_changed = 0
+        self.append(text)
+
+    def rewrap(self, width: int) -> None:
+        self._width = width
+        for line in self.lines:
+            line.wrap(width)
+        for begin, end in self._tables:
+            self._align(begin, end)
+        self.first_changed = 0
+
+    def _extend_last(self, text: str) -> None:
+        if not self.lines:
+            self._add_line(text)
+            return
+        if not text:
+            return
+        line = self.lines[-1]
+        self._changed(len(self.lines) - 1)
+        if len(line.text) > LONG_LINE:
+            line.extend(text, self._width, self.ascii_only)
+        else:
+            line.text += text
+            line.show(self._format(line.text, len(self.lines) - 1)[0], self._width)
+
+    def _add_line(self, text: str) -> None:
+        start = self.lines[-1].end + 1 if self.lines else 0
+        self._changed(len(self.lines))
+        self.lines.append(Line(self, start, text, self._format(text, len(self.lines))[0], self._width))
+
+    def _complete_last(self) -> None:
+        """The last line is whole: take over its fence, and follow tables."""
+        if self._syntax == "plain":
+            return
+        index = len(self.lines) - 1
+        text = self.lines[index].text
+        was_fenced = self._fence is not None
+        if len(text) <= LONG_LINE or was_fenced:
+            self._fence = self._formatter.format(text, self._fence)[1]
+        if was_fenced or self._fence is not None:
+            self._close_table(index)
+        elif self._table is not None:
+            if not is_row(text):
+                self._close_table(index)
+        elif index and is_delimiter(text) and is_row(self.lines[index - 1].text):
+            self._table = index - 1
+
+    def _close_table(self, end: int) -> None:
+        begin, self._table = self._table, None
+        if begin is not None and end - begin >= 2:
+            self._tables.append((begin, end))
+            self._align(begin, end)
+
+    def _align(self, begin: int, end: int) -> None:
+        lines = self.lines[begin:end]
+        aligned = align_table([line.text for line in lines], self._width, self._formatter, self._glyphs)
+        for number, line in enumerate(lines):
+            line.show(aligned[number] if aligned else self._formatter.format(line.text, None)[0], self._width)
+        self._changed(begin)
+
+    def _changed(self, index: int) -> None:
+        self.first_changed = min(self.first_changed, index)
+
+    def _format(self, text: str, index: int) -> tuple[FormattedLine, Fence | None]:
+        if self._syntax == "markdown":
+            return self._formatter.format(text, self._fence)
+        formatted = plain_line(text, self._style, self.ascii_only)
+        if not self._margin:
+            return formatted, None
+        blank = [Piece(" " * len(self._margin), "", 0, 0)]
+        lead = blank if index else [Piece(self._margin, f"{self._style} mark".strip(), 0, 0)]
+        return FormattedLine(formatted.pieces, lead, blank), None

@@ -1,0 +1,52 @@
+"""A chat as a file: Markdown to read, or JSON with every result. Never overwrites."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from sparkchat import strict_json
+from sparkchat.errors import SparkchatError, UsageError
+from sparkchat.ui.conversation import Conversation, Turn
+from sparkchat.ui.stats import result_line
+
+
+def export_chat(conversation: Conversation, path: Path) -> str:
+    """Write the chat to ``path`` (by its ending); returns a sentence saying where it is."""
+    writers = {".md": chat_markdown, ".json": chat_json}
+    if path.suffix not in writers:
+        raise UsageError(f"/export {path} is not possible; give a file name that ends in .md or .json")
+    if not conversation.turns:
+        raise UsageError("/export has nothing to save: the chat is empty")
+    text = writers[path.suffix](conversation)
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w", encoding="utf-8", errors="replace") as file:
+            file.write(text)
+    except FileExistsError:
+        raise UsageError(f"{path} exists already; give another name") from None
+    except OSError as error:
+        raise SparkchatError(f"/export to {path} failed: {error.strerror}; give a folder that can be written") from None
+    return f"chat saved to {path}"
+
+
+def chat_markdown(conversation: Conversation) -> str:
+    """The messages as they were received, byte for byte, with the numbers of each answer below it."""
+    parts = [f"<!-- system: {strict_json.dumps(conversation.system)} -->\n"] if conversation.system else []
+    parts += [_turn_markdown(turn) for turn in conversation.turns]
+    return "\n".join(parts)
+
+
+def _turn_markdown(turn: Turn) -> str:
+    thinking = f"<details><summary>thinking</summary>\n\n{turn.answer.thinking}\n\n</details>\n\n"
+    numbers = f"\n\n*{result_line(turn.answer.result)}*" if turn.answer.result else ""
+    return f"## User\n\n{turn.prompt}\n\n## Assistant\n\n{thinking if turn.answer.thinking else ''}{turn.answer.text}{numbers}\n"
+
+
+def chat_json(conversation: Conversation) -> str:
+    turns = [
+        {"prompt": turn.prompt, "text": turn.answer.text, "thinking": turn.answer.thinking, "result": turn.answer.result}
+        for turn in conversation.turns
+    ]
+    data = {"schema": "sparkchat.chat/1", "system": conversation.system, "turns": turns}
+    return strict_json.dumps(data, indent=2) + "\n"

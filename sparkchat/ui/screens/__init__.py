@@ -1,0 +1,1 @@
+"""Screens that open over the chat."""

@@ -1,0 +1,92 @@
+"""Leaving the terminal as it was found, however the program ends.
+
+The full-screen app restores the screen itself when it gets to. This guard covers the other ways out: signals, an
+exception, a thread that hangs. It also turns signals into exit codes.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import termios
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
+
+_MODES_OFF = (
+    "\x1b[?1000l\x1b[?1002l\x1b[?1003l\x1b[?1015l\x1b[?1016l\x1b[?1006l"  # every form of mouse reporting
+    "\x1b[?1004l"  # focus reports
+    "\x1b[?2048l"  # resize reports
+    "\x1b[?2026l"  # synchronised output
+    "\x1b[?2004l"  # bracketed paste
+    "\x1b[?7h"  # wrap at the edge
+)
+_SHOW = "\x1b[0m\x1b[?25h"
+# Only when the app could not do it itself: they undo one level, and once is what was done.
+_LEAVE_SCREEN = "\x1b[<u\x1b[?1049l"
+
+GRACE_SECONDS = 1.5
+"""How long an orderly end may take after a signal."""
+
+
+class TerminalGuard:
+    """Context: remembers the terminal's settings, and puts them back.
+
+    ``on_signal`` is called once, in the main thread, with the exit code; it should begin an orderly end. When that
+    takes longer than ``GRACE_SECONDS``, or a second signal comes, the guard restores the terminal and exits itself.
+    """
+
+    def __init__(self, on_signal: Callable[[int], None]) -> None:
+        self._on_signal = on_signal
+        self._settings: list[Any] | None = None
+        self._before: dict[int, Any] = {}
+        self._was_signalled = False
+        self.exit_code: int | None = None
+        self.is_clean = False
+        """Set by the caller when the app has left the screen itself."""
+
+    def __enter__(self) -> TerminalGuard:
+        try:
+            self._settings = termios.tcgetattr(sys.__stdin__.fileno())
+        except (termios.error, ValueError, AttributeError):
+            self._settings = None
+        for number in EXIT_CODES:
+            self._before[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.restore()
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def restore(self) -> None:
+        """Write the reset sequences and put the line settings back; safe to call twice and with the terminal gone."""
+        sequences = ("" if self.is_clean else _LEAVE_SCREEN) + _MODES_OFF + _SHOW
+        self.is_clean = True
+        try:
+            os.write(sys.__stderr__.fileno(), sequences.encode("ascii"))
+        except (OSError, ValueError, AttributeError):
+            pass
+        if self._settings is not None:
+            try:
+                termios.tcsetattr(sys.__stdin__.fileno(), termios.TCSANOW, self._settings)
+            except (termios.error, ValueError, AttributeError):
+                pass
+
+    def _handle(self, number: int, _frame: FrameType | None) -> None:
+        self.exit_code = EXIT_CODES[signal.Signals(number)]
+        if self._was_signalled:
+            self._leave_now()
+        self._was_signalled = True
+        watchdog = threading.Timer(GRACE_SECONDS, self._leave_now)
+        watchdog.daemon = True
+        watchdog.start()
+        self._on_signal(self.exit_code)
+
+    def _leave_now(self) -> None:
+        self.restore()
+        os._exit(self.exit_code or 1)

@@ -1,0 +1,64 @@
+"""Which part of a stream of text came from a draft, and which the target added itself.
+
+An event carries the text of several tokens at once; the step that belongs to it names its drafts, and that tells
+where their text ends. It is a matter of colour only: the text itself is passed on whole and in order.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+Event = dict[str, Any]
+
+
+class TextRun(NamedTuple):
+    text: str
+    origin: str
+    """prefill | draft | bonus | plain"""
+
+
+class TokenText:
+    """Splits the deltas of one request by origin. A delta of mixed origin waits for its step."""
+
+    def __init__(self) -> None:
+        self._waiting: list[Event] = []
+        self._looks = 0
+
+    @property
+    def is_waiting(self) -> bool:
+        return bool(self._waiting)
+
+    def has_waited(self) -> bool:
+        """True on the second look at the same waiting text: its step is not coming."""
+        if self._waiting:
+            self._looks += 1
+        return self._looks > 1
+
+    def add_delta(self, event: Event) -> list[tuple[str, TextRun]]:
+        origins = event.get("origins") or ()
+        if len(set(origins)) > 1 and event.get("text"):
+            self._waiting.append(event)
+            return []
+        found = self.flush()
+        if event.get("text"):
+            found.append((event.get("channel", "answer"), TextRun(event["text"], origins[0] if origins else "plain")))
+        return found
+
+    def add_step(self, step: Event) -> list[tuple[str, TextRun]]:
+        drafts = "".join((step.get("draft_text") or ())[: int(step.get("correct_drafts") or 0)])
+        return self._release(len(drafts))
+
+    def flush(self) -> list[tuple[str, TextRun]]:
+        return self._release(None)
+
+    def _release(self, draft_len: int | None) -> list[tuple[str, TextRun]]:
+        waiting, self._waiting, self._looks = self._waiting, [], 0
+        found: list[tuple[str, TextRun]] = []
+        for event in waiting:
+            text, origins, channel = event["text"], event["origins"], event.get("channel", "answer")
+            # Drafts come first in a step, the target's own token last; a step may reach over both channels.
+            cut = len(text) if draft_len is None else min(draft_len, len(text))
+            draft_len = None if draft_len is None else draft_len - cut
+            runs = (TextRun(text[:cut], origins[0]), TextRun(text[cut:], origins[-1]))
+            found += [(channel, run) for run in runs if run.text]
+        return found

@@ -1,0 +1,286 @@
+"""The conversation: one line-API widget, so that an update costs what is new and what is on the screen, no more."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator
+from typing import ClassVar
+
+from rich.segment import Segment
+from rich.style import Style
+from textual import events
+from textual.geometry import Size
+from textual.scroll_view import ScrollView
+from textual.selection import Selection
+from textual.strip import Strip
+
+from sparkchat.ui.document import Line, Section, Syntax
+from sparkchat.ui.glyphs import Glyphs
+from sparkchat.ui.highlight import highlight
+from sparkchat.ui.markdown import Piece
+from sparkchat.ui.safe_text import text_width
+
+Row = tuple[Line, int] | None
+"""A line and the number of one of its rows; None is an empty row."""
+
+_ATTRIBUTES = {
+    "bold": Style(bold=True),
+    "italic": Style(italic=True),
+    "strike": Style(strike=True),
+}
+_ORIGIN_STYLES = {"draft": "token-draft", "bonus": "token-bonus", "plain": "token-plain", "prefill": "token-plain"}
+
+
+class Transcript(ScrollView, can_focus=False):
+    """Questions and answers as rows; follows the end of the text only while the end is in view."""
+
+    ALLOW_SELECT = True
+    COMPONENT_CLASSES: ClassVar[set[str]] = {
+        f"transcript--{name}"
+        for name in (
+            "code heading quote frame bullet control user mark thinking notice error footer comment string number "
+            "keyword token-draft token-bonus token-plain"
+        ).split()
+    }
+
+    def __init__(self, glyphs: Glyphs, *, id: str | None = None) -> None:
+        super().__init__(id=id)
+        self.glyphs = glyphs
+        self.sections: list[Section] = []
+        self.rows: list[Row] = []
+        self.is_following = True
+        self.show_origins = False
+        self._first_rows: list[int] = []
+        self._styles_by_key: dict[str, Style] = {}
+        self._base: Style | None = None
+        self._wrap_width = 78
+
+    # Content
+
+    def add_section(self, syntax: Syntax, style: str = "", *, margin: str = "", gap: bool = True) -> Section:
+        """Start a new part below everything else; ``gap`` leaves an empty row above it."""
+        section = Section(syntax, style, self._wrap_width, self.glyphs, margin)
+        section.has_gap = gap and bool(self.sections)
+        self.sections.append(section)
+        return section
+
+    def clear(self) -> None:
+        self.sections.clear()
+        self.rows.clear()
+        self._first_rows.clear()
+        self.is_following = True
+        self.update_rows()
+
+    def update_rows(self, *, all_rows: bool = False) -> None:
+        """Take over what has changed in the sections and redraw what is in view."""
+        keep = 0 if all_rows else self._first_changed_section()
+        changed_row = self._drop_rows(keep)
+        for index in range(keep, len(self.sections)):
+            self._append_rows(index)
+        self.virtual_size = Size(self.size.width, len(self.rows))
+        if self.is_following:
+            self.scroll_to(y=self.max_scroll_y, animate=False, force=True, immediate=True)
+            self.refresh()
+        elif changed_row < self.scroll_offset.y + self.size.height:
+            self.refresh()
+
+    def _first_changed_section(self) -> int:
+        index = len(self.sections)
+        while index and self.sections[index - 1].is_changed:
+            index -= 1
+        return index
+
+    def _drop_rows(self, keep: int) -> int:
+        """Cut the rows back to the first changed line; returns its row."""
+        if keep == len(self.sections):
+            return len(self.rows)
+        row = self._first_rows[keep] if keep < len(self._first_rows) else len(self.rows)
+        if keep < len(self._first_rows) and not self.sections[keep].is_folded:
+            changed = self.sections[keep].first_changed
+            lines = self.sections[keep].lines
+            if 0 < changed < len(lines) and self.sections[keep].num_shown:
+                # ``first_row`` of the changed line may be new; the end of the one before it is not.
+                before = lines[min(changed, self.sections[keep].num_shown) - 1]
+                row = before.first_row + len(before.row_starts)
+        del self.rows[row:]
+        del self._first_rows[keep + 1 :]
+        return row
+
+    def _append_rows(self, index: int) -> None:
+        section = self.sections[index]
+        begin = 0
+        if index < len(self._first_rows) and len(self.rows) > self._first_rows[index]:
+            begin = min(section.first_changed, section.num_shown)
+        if index >= len(self._first_rows):
+            self._first_rows.append(len(self.rows))
+        if begin == 0 and section.has_gap:
+            self.rows.append(None)
+        lines = () if section.is_folded else section.lines[begin:]
+        for line in lines:
+            line.first_row = len(self.rows)
+            self.rows.extend((line, number) for number in range(len(line.row_starts)))
+        section.mark_shown()
+
+    # Scrolling
+
+    def follow(self) -> None:
+        """Go to the end and stay there."""
+        self.is_following = True
+        self.scroll_to(y=self.max_scroll_y, animate=False, force=True, immediate=True)
+
+    def watch_scroll_y(self, old_value: float, new_value: float) -> None:
+        super().watch_scroll_y(old_value, new_value)
+        self.is_following = round(new_value) >= self.max_scroll_y
+
+    def on_resize(self, event: events.Resize) -> None:
+        width = max(self.size.width - 1, 4)
+        if width == self._wrap_width and self.rows:
+            if self.is_following:
+                self.follow()
+            return
+        anchor = self._row_at(self.scroll_offset.y)
+        following = self.is_following
+        offset = anchor[0].row_starts[anchor[1]] if anchor else 0
+        self._wrap_width = width
+        for section in self.sections:
+            section.rewrap(width)
+        self.update_rows(all_rows=True)
+        if following:
+            self.follow()
+        elif anchor:
+            line = anchor[0]
+            self.scroll_to(
+                y=line.first_row + bisect_right(line.row_starts, offset) - 1, animate=False, force=True, immediate=True
+            )
+
+    def _row_at(self, y: int) -> Row:
+        for index in range(max(y, 0), min(y + 3, len(self.rows))):
+            if (row := self.rows[index]) is not None:
+                return row
+        return None
+
+    # Drawing
+
+    def notify_style_update(self) -> None:
+        super().notify_style_update()
+        self.forget_drawn()
+
+    def forget_drawn(self) -> None:
+        """Draw every row afresh (other colours, other token marks)."""
+        self._styles_by_key.clear()
+        self._base = None
+        for section in self.sections:
+            for line in section.lines:
+                line.rendered = [None] * len(line.row_starts)
+        self.refresh()
+
+    def render_line(self, y: int) -> Strip:
+        width = self.size.width
+        index = y + self.scroll_offset.y
+        row = self.rows[index] if index < len(self.rows) else None
+        if row is None:
+            return Strip.blank(width, self.base_style)
+        line, number = row
+        selected = self.text_selection.get_span(index) if self.text_selection is not None else None
+        strip = line.rendered[number] if selected is None else None
+        if not isinstance(strip, Strip):
+            strip = self._draw(line, number, selected)
+            if selected is None:
+                line.rendered[number] = strip
+        return strip.crop_extend(0, width, self.base_style).apply_offsets(0, index)
+
+    def _draw(self, line: Line, number: int, selected: tuple[int, int] | None) -> Strip:
+        segments = [Segment(text, self._style(key)) for text, key in self._runs(line, number) if text]
+        strip = Strip(segments, sum(text_width(segment.text) for segment in segments))
+        if selected is not None:
+            strip = self._with_selection(strip, *selected)
+        return strip
+
+    def _runs(self, line: Line, number: int) -> Iterator[tuple[str, str]]:
+        for piece in line.margin(number):
+            yield piece.text, piece.style
+        for piece in line.row_pieces(number):
+            if self.show_origins and line.section.origins:
+                yield from self._by_origin(line, piece)
+            elif line.formatted.kind == "code":
+                yield from _by_syntax(piece)
+            else:
+                yield piece.text, piece.style
+
+    def _by_origin(self, line: Line, piece: Piece) -> Iterator[tuple[str, str]]:
+        if len(piece.text) != piece.end - piece.start:
+            origin, _ = line.section.origin_at(line.start + piece.start)
+            yield piece.text, f"{piece.style} {_ORIGIN_STYLES.get(origin, '')}".strip()
+            return
+        at = piece.start
+        while at < piece.end:
+            origin, end = line.section.origin_at(line.start + at)
+            stop = max(at + 1, min(end - line.start, piece.end))
+            text = piece.text[at - piece.start : stop - piece.start]
+            yield text, f"{piece.style} {_ORIGIN_STYLES.get(origin, '')}".strip()
+            at = stop
+
+    @property
+    def base_style(self) -> Style:
+        if self._base is None:
+            self._base = self.rich_style
+        return self._base
+
+    def _style(self, key: str) -> Style:
+        style = self._styles_by_key.get(key)
+        if style is None:
+            style = self.base_style
+            for name in key.split():
+                style += _ATTRIBUTES.get(name) or self.get_component_rich_style(f"transcript--{name}", partial=True)
+            self._styles_by_key[key] = style
+        return style
+
+    def _with_selection(self, strip: Strip, start: int, end: int) -> Strip:
+        style = self.screen.get_component_rich_style("screen--selection")
+        segments: list[Segment] = []
+        at = 0
+        for text, own, _ in strip:
+            low = min(max(start - at, 0), len(text))
+            high = len(text) if end == -1 else min(max(end - at, low), len(text))
+            for part, is_selected in ((text[:low], False), (text[low:high], True), (text[high:], False)):
+                if part:
+                    segments.append(Segment(part, (own or Style()) + style if is_selected else own))
+            at += len(text)
+        return Strip(segments, strip.cell_length)
+
+    # Selection
+
+    def selection_updated(self, selection: Selection | None) -> None:
+        self.refresh()
+
+    def get_selection(self, selection: Selection) -> tuple[str, str] | None:
+        """The source text under the selection: marks included, no line breaks of ours, no margins."""
+        first = selection.start.y if selection.start else 0
+        last = selection.end.y if selection.end else len(self.rows) - 1
+        parts: list[str] = []
+        section: Section | None = None
+        low = high = 0
+        for index in range(max(first, 0), min(last, len(self.rows) - 1) + 1):
+            if (row := self.rows[index]) is None:
+                continue
+            line, number = row
+            span = selection.get_span(index) or (0, -1)
+            begin = line.source_offset(number, span[0])
+            end = line.source_offset(number, span[1] if span[1] >= 0 else 1 << 30)
+            if line.section is not section:
+                if section is not None:
+                    parts.append(section.text[low:high])
+                section, low = line.section, begin
+            high = end
+        if section is not None:
+            parts.append(section.text[low:high])
+        return "\n".join(parts), "\n"
+
+
+def _by_syntax(piece: Piece) -> Iterator[tuple[str, str]]:
+    at = 0
+    for start, end, name in highlight(piece.text):
+        yield piece.text[at:start], piece.style
+        yield piece.text[start:end], f"{piece.style} {name}"
+        at = end
+    yield piece.text[at:], piece.style
