@@ -101,7 +101,7 @@ class SlotTable:
             try:
                 row = self._cache.allocate()
                 break
-            except IndexError:
+            except ValueError:
                 if not self._idle:
                     raise
                 self._free(self._idle.popitem(last=False)[1])
