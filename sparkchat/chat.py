@@ -158,7 +158,9 @@ def _checked(messages: Sequence[Mapping[str, str]]) -> list[Message]:
         role, content = message.get("role"), message.get("content")
         role = "system" if role == "developer" else role
         if role not in _ROLES:
-            raise UsageError(f"message {number} has role {role!r}, which sparkchat does not take; use {', '.join(_ROLES)}")
+            raise UsageError(
+                f"message {number} has role {role!r}, which sparkchat does not take; use {', '.join(_ROLES)}"
+            )
         if not isinstance(content, str):
             raise UsageError(f"message {number} has no text as its content; give a string")
         chat.append({"role": role, "content": _sound(content)})
@@ -241,7 +243,10 @@ def _candidates(chat: list[Message]) -> list[tuple[list[Message], tuple[str, ...
         (merged, (system_notice,)),
         (both, (system_notice, join_notice)),
         (_start_with_user(joined), (join_notice,) * (joined != chat) + (start_notice,)),
-        (_start_with_user(both), (system_notice,) * (merged != chat) + (join_notice,) * (both != merged) + (start_notice,)),
+        (
+            _start_with_user(both),
+            (system_notice,) * (merged != chat) + (join_notice,) * (both != merged) + (start_notice,),
+        ),
     ):
         if all(candidate != earlier for earlier, _ in found):
             found.append((candidate, notices))

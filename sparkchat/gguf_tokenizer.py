@@ -112,7 +112,9 @@ def build_tokenizer(path: Path, metadata: GgufMetadata, cache_dir: Path | None) 
         return _wrap(path, _byte_level(path, values, layout), values), ()
     tokenizer = _converted(path, metadata.sha256, cache_dir)
     if kind == "gpt2":
-        notice = f"the pre-tokenizer {pre!r} of {path.name} is not known exactly; the prompt's tokens may differ slightly"
+        notice = (
+            f"the pre-tokenizer {pre!r} of {path.name} is not known exactly; the prompt's tokens may differ slightly"
+        )
         return tokenizer, (notice,)
     return tokenizer, ()
 
