@@ -128,11 +128,11 @@ def shape_logits(
         _add_bias(logits, params.logit_bias, vocab, index_of)
     if params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty:
         _penalise(logits, history, params, extra, index_of)
-    must_go_on = (
-        [] if params.ignore_eos else [i for i, ids in enumerate(extra) if num_output + len(ids) < params.min_tokens]
-    )
-    if must_go_on and eos_ids:
-        _forbid(logits, must_go_on, sorted(eos_ids), index_of)
+    must_go_on: list[int] = []
+    if not params.ignore_eos:
+        must_go_on = [row for row, ids in enumerate(extra) if num_output + len(ids) < params.min_tokens]
+    if must_go_on:
+        _forbid(logits, must_go_on, [token_id for token_id in eos_ids if token_id < vocab], index_of)
     if (must_go_on or params.logit_bias) and bool((logits.amax(dim=-1) == -torch.inf).any()):
         raise UsageError("logit_bias and min_tokens together forbid every token; forbid fewer")
     return logits
