@@ -1,0 +1,82 @@
+"""Saves the drafter in the published layout, and the trainer's own state for resuming."""
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from sparkchat.errors import DamagedFile
+from sparkchat.train.drafter import TrainingDrafter
+
+STATE_FILE = "training_state.pt"
+
+
+def export_drafter(drafter: TrainingDrafter, draft_to_target: Tensor, num_anchors: int, folder: Path) -> None:
+    """Writes config.json and model.safetensors (bf16) to ``folder``.
+
+    The embedding table and the output head are the target's and are not stored. ``d2t`` holds
+    target_id - draft_id for each draft id.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    scale = drafter.feature_scale.float()
+    weights = {}
+    for name, value in drafter.named_parameters():
+        value = value.detach().float()
+        weights[name] = (value / scale if name == "fc.weight" else value).to("cpu", torch.bfloat16).contiguous()
+    ids = draft_to_target.cpu()
+    weights["d2t"] = ids - torch.arange(ids.shape[0])
+    partial = folder / "model.safetensors.part"
+    save_file(weights, partial, metadata={"format": "pt"})
+    partial.replace(folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(drafter_config(drafter, num_anchors), indent=2) + "\n")
+
+
+def drafter_config(drafter: TrainingDrafter, num_anchors: int) -> dict[str, object]:
+    """The flat config of the published drafters, plus draft_vocab_size."""
+    target, shape = drafter.target.shape, drafter.config
+    return {
+        "architectures": ["Qwen3DSparkModel"],
+        "model_type": "qwen3",
+        "attention_bias": False,
+        "block_size": shape.block_size,
+        "confidence_head_with_markov": True,
+        "draft_vocab_size": shape.draft_vocab_size,
+        "dtype": "bfloat16",
+        "enable_confidence_head": True,
+        "head_dim": target.head_dim,
+        "hidden_act": "silu",
+        "hidden_size": target.hidden_size,
+        "intermediate_size": target.intermediate_size,
+        "layer_types": ["full_attention"] * shape.num_layers,
+        "markov_head_type": "vanilla",
+        "markov_rank": shape.markov_rank,
+        "mask_token_id": drafter.mask_token_id,
+        "max_position_embeddings": target.max_context,
+        "num_anchors": num_anchors,
+        "num_attention_heads": target.num_heads,
+        "num_hidden_layers": shape.num_layers,
+        "num_key_value_heads": target.num_kv_heads,
+        "num_target_layers": target.num_layers,
+        "rms_norm_eps": target.rms_norm_eps,
+        "rope_parameters": {"rope_theta": target.rope_theta, "rope_type": "default"},
+        "target_layer_ids": list(drafter.tap_layers),
+        "tie_word_embeddings": False,
+        "vocab_size": target.vocab_size,
+    }
+
+
+def save_state(path: Path, drafter: TrainingDrafter, optimizer: torch.optim.Optimizer, progress: dict[str, object]) -> None:
+    """Everything a later cycle needs: fp32 weights, optimiser moments, the draft vocabulary and counters."""
+    partial = path.with_suffix(".part")
+    torch.save({"drafter": drafter.state_dict(), "optimizer": optimizer.state_dict(), **progress}, partial)
+    partial.replace(path)
+
+
+def load_state(path: Path, device: str) -> dict[str, object]:
+    """Raises DamagedFile when the file at ``path`` is not a training state."""
+    try:
+        return torch.load(path, map_location=device, weights_only=True)
+    except (OSError, RuntimeError, EOFError) as error:
+        raise DamagedFile(f"{path}: not a training state ({error}); remove it to start afresh") from error

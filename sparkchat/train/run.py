@@ -1,0 +1,57 @@
+"""A whole training run: target, data, cycle, drafter, measurement."""
+
+import dataclasses
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from sparkchat.errors import UsageError
+from sparkchat.train.chat_tokens import load_chat_tokens
+from sparkchat.train.config import DataPlan, DrafterShape, Recipe
+from sparkchat.train.data import prepare_data
+from sparkchat.train.evaluate import default_settings, evaluate
+from sparkchat.train.target import load_target
+from sparkchat.train.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class TrainingRun:
+    """Everything a run needs, resolved."""
+
+    target: Path
+    """A dense model folder or GGUF file"""
+    out: Path
+    data: Path
+    """Folder of conversations; what is missing is written there"""
+    device: str
+    shape: DrafterShape
+    plan: DataPlan
+    recipe: Recipe
+    eval_prompts: int
+    """Held-out chats decoded at the end; 0 skips the measurement"""
+    eval_tokens: int = 256
+    compile_target: bool = False
+
+
+def run_training(run: TrainingRun, report: Callable[[str], None]) -> Path:
+    """Trains a drafter and returns its folder; resumes with a new cycle where the folder holds a training state."""
+    if run.device.startswith("cuda") and not torch.cuda.is_available():
+        raise UsageError(f"--device {run.device}: this machine has no usable CUDA device; use --device cpu")
+    dtype = torch.bfloat16 if run.device.startswith("cuda") else torch.float32
+    run.out.mkdir(parents=True, exist_ok=True)
+    target = load_target(run.target, device=run.device, dtype=dtype)
+    tokens = load_chat_tokens(run.target)
+    data = prepare_data(target, tokens, run.plan, run.data, report)
+    if run.compile_target:
+        target.compile_layers()
+    trained = Trainer(target, tokens, data, run.shape, run.recipe, run.out, report).run()
+    report(f"trained {trained.num_steps} steps; drafter in {run.out}")
+    if run.eval_prompts:
+        settings = default_settings(run.shape.block_size)
+        results = evaluate(trained, tokens, settings, run.eval_prompts, run.eval_tokens, run.out, report)
+        text = json.dumps([dataclasses.asdict(result) for result in results], indent=1)
+        (run.out / "acceptance.json").write_text(text + "\n")
+    return run.out

@@ -1,0 +1,64 @@
+"""The trainer's kernels against their references; on a GPU, or in Triton's interpreter when asked for."""
+
+import os
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed")
+if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("no GPU, and TRITON_INTERPRET is not set", allow_module_level=True)
+
+from sparkchat.train.decode_attention import decode_attention_reference  # noqa: E402
+from sparkchat.train.losses import SlotTargets, block_losses  # noqa: E402
+from sparkchat.train.triton_kernels import (  # noqa: E402
+    launch_block_losses,
+    launch_decode_attention,
+    launch_target_probabilities,
+)
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# The interpreter's bf16 products are wrong; fp16 exercises the same code there.
+HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "last"), [(9, 3, 0), (9, 3, 63), (9, 3, 64), (4, 2, 150), (6, 6, 199)])
+def test_decode_attention(heads: int, kv_heads: int, last: int) -> None:
+    torch.manual_seed(0)
+    q = torch.randn(5, heads, 64, device=DEVICE, dtype=HALF)
+    keys, values = (torch.randn(5, kv_heads, 200, 64, device=DEVICE, dtype=HALF) for _ in range(2))
+    # What lies behind the position was never written: it must not be read into the result.
+    keys[:, :, last + 1 :] = values[:, :, last + 1 :] = float("nan")
+    position = torch.tensor([last], device=DEVICE)
+    got = launch_decode_attention(q, keys, values, position)
+    clean = (x.nan_to_num() for x in (keys, values))
+    torch.testing.assert_close(got, decode_attention_reference(q, *clean, position), atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize(("vocab", "kept"), [(5000, 1300), (2048, 2048), (100, 7)])
+def test_target_probabilities(vocab: int, kept: int) -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(6, vocab, device=DEVICE) * 5 + 20
+    out = torch.full((6, kept), float("nan"), device=DEVICE)
+    launch_target_probabilities(logits, kept, 0.7, out)
+    torch.testing.assert_close(out, (logits / 0.7).softmax(dim=-1)[:, :kept], atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kept", [1024, 1000, 37])
+def test_block_losses(kept: int) -> None:
+    torch.manual_seed(0)
+    rows = 11
+    z = torch.randn(rows, kept) * 4
+    probabilities = (torch.randn(5, kept + 50) * 4).softmax(dim=-1)[:, :kept].to(HALF)
+    labels = torch.randint(-1, kept, (rows,))
+    labels[3] = -1
+    targets = SlotTargets(probabilities, torch.randint(0, 5, (rows,)), labels, torch.rand(rows), 0.7, 0.1, 0.9)
+    want = block_losses(z, targets, slice(None), torch.float32)
+    ce, l1 = (torch.full((rows,), float("nan"), device=DEVICE) for _ in range(2))
+    grad = torch.full((rows, kept), float("nan"), device=DEVICE)
+    launch_block_losses(
+        z.to(DEVICE), probabilities.to(DEVICE), targets.rows.to(DEVICE), labels.to(DEVICE),
+        targets.weights.to(DEVICE), 0.7, 0.1, 0.9, ce, l1, grad,
+    )  # fmt: skip
+    for got, expected in zip((ce, l1, grad), want, strict=True):
+        torch.testing.assert_close(got.cpu(), expected, atol=1e-5, rtol=1e-4)
