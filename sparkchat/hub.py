@@ -44,7 +44,6 @@ TransportError: type[Exception] = HfHubHTTPError.__mro__[1]
 
 _TRIES = 4
 _READ_SECONDS = 30.0
-_CHUNK = 1 << 18
 _WANTED = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt")
 _UNWANTED = ("consolidated*", "README*", "LICENSE*")
 T = TypeVar("T")
@@ -90,6 +89,11 @@ def commit_of(source: HubSource, paths: Paths) -> str | None:
     return source.revision if source.is_pinned else _read_ref(repo_folder(source, paths), source.revision)
 
 
+def _token() -> str | None:
+    """The access token that Hugging Face's own tools would send."""
+    return None if constants.HF_HUB_DISABLE_IMPLICIT_TOKEN else get_token()
+
+
 def reachability() -> str:
     """One line on whether the hub answers, for a report."""
     if constants.HF_HUB_OFFLINE:
@@ -103,7 +107,7 @@ def reachability() -> str:
 
 def list_files(source: HubSource) -> Listing:
     """What would be fetched, with sizes and checksums. Raises ModelNotFound, NoAccess or Unreachable."""
-    token = get_token()
+    token = _token()
     info = _asked(source, token, lambda: _within(ANSWER_SECONDS, lambda: _model_info(source, token)))
     commit = str(info.sha or source.revision)
     names = [s.rfilename for s in info.siblings or ()]
@@ -123,7 +127,7 @@ def fetch(source: HubSource, paths: Paths, progress: Progress) -> Path:
     folder = repo_folder(source, paths)
     with locked(paths.models / ".locks" / f"{folder.name}.lock", f"hf:{source.repo}", progress), disk_errors(folder):
         ensure_space(folder, missing_bytes(listing, folder), f"hf:{source.repo}")
-        headers = build_hf_headers(token=get_token() or False)
+        headers = build_hf_headers(token=_token() or False)
         _Download(listing, folder, headers, progress).run()
         _publish(listing, source, folder)
     found = cached(source, paths)
@@ -192,7 +196,7 @@ class _Download:
             except HfHubHTTPError as error:
                 status = error.response.status_code
                 if status not in (408, 429) and status < 500:
-                    raise _explain(error, HubSource(self.listing.repo), get_token()) from None
+                    raise _explain(error, HubSource(self.listing.repo), _token()) from None
                 reason = f"it answers with error {status}"
             except TransportError as error:
                 reason = _short(error)
@@ -222,7 +226,7 @@ class _Download:
                 hf_raise_for_status(response)
             goes_on = response.status_code == 206 and _range_start(response.headers) == start
             with part.open("ab" if goes_on else "wb") as stream:
-                for chunk in response.iter_bytes(_CHUNK):
+                for chunk in response.iter_raw():
                     stream.write(chunk)
                     self._report(stream.tell())
 

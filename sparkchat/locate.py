@@ -90,7 +90,7 @@ def fetch(sources: tuple[Source, ...], name: str, paths: Paths, progress: Progre
     """Fetch from the first source that gives it."""
     failures: list[SparkchatError] = []
     hub_is_silent = False
-    for source in sources:
+    for number, source in enumerate(sources):
         if hub_is_silent and isinstance(source, HubSource):
             continue
         try:
@@ -101,7 +101,7 @@ def fetch(sources: tuple[Source, ...], name: str, paths: Paths, progress: Progre
             hub_is_silent = hub_is_silent or (isinstance(source, HubSource) and isinstance(error, Unreachable))
             failures.append(error)
             if source is not sources[-1]:
-                progress.say(f"{source.describe()} was tried: {error}")
+                progress.say(f"{error.message.split(';')[0]}; trying {sources[number + 1].describe()}")
     if len(failures) == 1:
         raise failures[0]
     kind = min((type(error) for error in failures), key=_REASON_ORDER.index)
