@@ -35,7 +35,7 @@ class Admission:
             min_tokens=sampling.min_tokens,
             ignore_eos=sampling.ignore_eos,
         )
-        output = OutputStream(self._text.tokenizer, rules, sampling.stop, self._text.reply(prompt))
+        output = OutputStream(self._text.tokenizer, rules, sampling.stop, self._text.splitter(prompt))
         state = RequestState(
             request=request,
             prompt_ids=prompt_ids,

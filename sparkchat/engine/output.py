@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sparkchat.detokenize import token_text
+from sparkchat.detokenize import Detokenizer, token_text
 from sparkchat.engine.stopping import StopRules, StopStrings
-from sparkchat.thinking import ReplyText
+from sparkchat.thinking import ThinkingSplitter
 
 
 @dataclass
@@ -38,13 +38,14 @@ class OutputStream:
     The token that completes a stop string is delivered; its text is cut exactly before the stop string.
     """
 
-    def __init__(self, tokenizer: Any, rules: StopRules, stop: Sequence[str], reply: ReplyText | None) -> None:
-        """``reply`` is None for a model without a tokenizer, whose answers are ids alone."""
+    def __init__(self, tokenizer: Any, rules: StopRules, stop: Sequence[str], splitter: ThinkingSplitter | None) -> None:
+        """``tokenizer`` and ``splitter`` are None for a model without a tokenizer, whose answers are ids alone."""
         self._tokenizer = tokenizer
         self._rules = rules
         self._stop = tuple(stop)
-        self._reply = reply
-        self._channel = "answer"
+        self._splitter = splitter
+        self._channel: str = "answer" if splitter is None else splitter.channel
+        self._detokenizer = self._fresh_detokenizer()
         self._num_tokens = 0
         self._strings = self._fresh_strings()
         self._texts: dict[str, list[str]] = {"answer": [], "thinking": []}
@@ -93,12 +94,15 @@ class OutputStream:
 
     def _push_token(self, token: int, index: int, parts: list[DeltaPart]) -> str | None:
         """Returns the stop string that this token completed."""
-        segment = None if self._reply is None else self._reply.push(token)
-        if segment is not None and segment.channel != self._channel:
-            self._release(self._strings.finish().text, parts)
-            self._channel, self._strings = segment.channel, self._fresh_strings()
+        channel, is_tag = (self._channel, False) if self._splitter is None else self._splitter.push(token)
+        if channel != self._channel:
+            found = self._end(parts)
+            if found is not None:
+                return found
+            self._channel, self._strings, self._detokenizer = channel, self._fresh_strings(), self._fresh_detokenizer()
         self._num_tokens += 1
-        certain = self._strings.push("" if segment is None else segment.text)
+        text = "" if self._detokenizer is None or is_tag else self._detokenizer.push(token)
+        certain = self._strings.push(text)
         part = self._part(parts)
         part.token_ids.append(token)
         part.indices.append(index)
@@ -106,7 +110,7 @@ class OutputStream:
         return certain.stop
 
     def _end(self, parts: list[DeltaPart]) -> str | None:
-        certain = self._strings.finish("" if self._reply is None else self._reply.finish().text)
+        certain = self._strings.finish("" if self._detokenizer is None else self._detokenizer.flush())
         self._release(certain.text, parts)
         return certain.stop
 
@@ -119,6 +123,9 @@ class OutputStream:
         if text:
             self._part(parts).text += text
             self._texts[self._channel].append(text)
+
+    def _fresh_detokenizer(self) -> Detokenizer | None:
+        return None if self._tokenizer is None else Detokenizer(self._tokenizer)
 
     def _fresh_strings(self) -> StopStrings:
         return StopStrings(self._stop, max(0, self._rules.min_tokens - self._num_tokens))

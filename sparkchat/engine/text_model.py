@@ -9,7 +9,7 @@ from typing import Any
 from sparkchat.chat import TemplateKind, encode_text, load_tokenizer, render_prompt, template_kind
 from sparkchat.errors import UsageError
 from sparkchat.params import GenerateRequest, LoadSpec
-from sparkchat.thinking import ReplyText, prompt_opens_thinking
+from sparkchat.thinking import ThinkingSplitter, prompt_opens_thinking
 
 
 @dataclass(frozen=True)
@@ -58,11 +58,11 @@ class TextModel:
         )
         return Prompt(rendered.token_ids, rendered.opens_thinking, rendered.notices)
 
-    def reply(self, prompt: Prompt) -> ReplyText | None:
-        """The stream that turns the answer's ids into text."""
+    def splitter(self, prompt: Prompt) -> ThinkingSplitter | None:
+        """Tells the answer's thinking from its text."""
         if self.tokenizer is None:
             return None
-        return ReplyText(self.tokenizer, starts_open=prompt.opens_thinking)
+        return ThinkingSplitter(self.tokenizer, starts_open=prompt.opens_thinking)
 
     def _exact(self, token_ids: tuple[int, ...]) -> Prompt:
         opens = self.tokenizer is not None and prompt_opens_thinking(self.tokenizer, token_ids)
