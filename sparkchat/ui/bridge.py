@@ -177,13 +177,16 @@ class _Folder:
         for request_id, text in self._texts.items():
             if everything or text.has_waited():
                 self._add_runs(request_id, text.flush())
-        batch = Batch(self._items, {key: self._stats[key].snapshot() for key in self._moved})
+        batch = Batch(self._items, {key: self._snapshot(key) for key in self._moved})
         self._items, self._moved = [], set()
         for item in batch.items:
             if isinstance(item, dict) and item.get("event") == "end":
                 self._stats.pop(item.get("id"), None)
                 self._texts.pop(item.get("id"), None)
         return batch
+
+    def _snapshot(self, request_id: str) -> Snapshot:
+        return self._stats[request_id].snapshot(self._texts[request_id].bonus_text)
 
     def _add_runs(self, request_id: str, found: Sequence[tuple[str, TextRun]]) -> None:
         for channel, run in found:

@@ -192,8 +192,15 @@ COMMANDS: Sequence[Command] = (
     Command("system", "/system [TEXT|none]", "system text for the next answers", _system),
     Command("think", "/think [on|off|auto|show|hide]", "let the model think; show or hide what it thought", _think),
     Command("new", "/new", "start a new chat", _no_argument(lambda front: front.new_chat(), "new"), ("clear",)),
-    Command("regen", "/regen", "answer the last question again", _no_argument(lambda front: front.regenerate(), "regen")),
-    Command("edit", "/edit", "take the last question back to change it", _no_argument(lambda front: front.edit_last(), "edit")),
+    Command(
+        "regen", "/regen", "answer the last question again", _no_argument(lambda front: front.regenerate(), "regen")
+    ),
+    Command(
+        "edit",
+        "/edit",
+        "take the last question back to change it",
+        _no_argument(lambda front: front.edit_last(), "edit"),
+    ),
     Command("copy", "/copy [N|code]", "copy the N-th last answer, or its last code block", _copy),
     Command("trace", "/trace [FILE|off]", "record every step from here on into a new file", _trace),
     Command("export", "/export FILE.md|.json", "save the chat with its numbers", _export),

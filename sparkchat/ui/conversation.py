@@ -11,7 +11,6 @@ from sparkchat.errors import UsageError
 from sparkchat.options import SAMPLING, parse, unknown
 from sparkchat.params import GenerateRequest, Mode, SamplingParams
 
-
 _MAY_BE_NONE = ("max_tokens", "seed")
 
 
@@ -68,24 +67,19 @@ class Conversation:
                 found.append({"role": "assistant", "content": turn.answer.text})
         return tuple(found)
 
-    def ask(self, prompt: str) -> GenerateRequest:
-        """Begin a turn; returns the request that answers it."""
+    def ask(self, prompt: str) -> Turn:
+        """Begin a turn; :meth:`request` is what answers it."""
         self._num_requests += 1
         turn = Turn(prompt, f"{self.session}-{self._num_requests}")
         self.turns.append(turn)
-        if self._raw:
-            return self._request(turn.request_id, prompt=prompt, raw=True)
-        return self._request(turn.request_id, messages=self.messages)
+        return turn
 
-    def _request(self, request_id: str, **content: Any) -> GenerateRequest:
-        return GenerateRequest(
-            id=request_id,
-            system=None if self._raw else self.system,
-            think=None if self._raw else self.think,
-            sampling=self.sampling,
-            session=self.session,
-            **content,
-        )
+    def request(self, turn: Turn) -> GenerateRequest:
+        """The request for the newest turn, with the settings of this moment."""
+        content: dict[str, Any] = {"messages": self.messages, "system": self.system, "think": self.think}
+        if self._raw:
+            content = {"prompt": turn.prompt, "raw": True}
+        return GenerateRequest(id=turn.request_id, sampling=self.sampling, session=self.session, **content)
 
     def turn_of(self, request_id: str | None) -> Turn | None:
         return next((turn for turn in reversed(self.turns) if turn.request_id == request_id), None)

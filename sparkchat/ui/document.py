@@ -66,7 +66,7 @@ class Line:
         self.row_starts[-1:] = starts
 
     def _inner_width(self, width: int) -> int:
-        lead = max((sum(text_width(p.text) for p in side) for side in (self.formatted.lead, self.formatted.hang)))
+        lead = max(sum(text_width(p.text) for p in side) for side in (self.formatted.lead, self.formatted.hang))
         return max(width - lead, min(width, 8), 2)
 
     def margin(self, row: int) -> list[Piece]:

@@ -40,12 +40,18 @@ def chat_markdown(conversation: Conversation) -> str:
 def _turn_markdown(turn: Turn) -> str:
     thinking = f"<details><summary>thinking</summary>\n\n{turn.answer.thinking}\n\n</details>\n\n"
     numbers = f"\n\n*{result_line(turn.answer.result)}*" if turn.answer.result else ""
-    return f"## User\n\n{turn.prompt}\n\n## Assistant\n\n{thinking if turn.answer.thinking else ''}{turn.answer.text}{numbers}\n"
+    answer = f"{thinking if turn.answer.thinking else ''}{turn.answer.text}{numbers}"
+    return f"## User\n\n{turn.prompt}\n\n## Assistant\n\n{answer}\n"
 
 
 def chat_json(conversation: Conversation) -> str:
     turns = [
-        {"prompt": turn.prompt, "text": turn.answer.text, "thinking": turn.answer.thinking, "result": turn.answer.result}
+        {
+            "prompt": turn.prompt,
+            "text": turn.answer.text,
+            "thinking": turn.answer.thinking,
+            "result": turn.answer.result,
+        }
         for turn in conversation.turns
     ]
     data = {"schema": "sparkchat.chat/1", "system": conversation.system, "turns": turns}

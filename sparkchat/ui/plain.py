@@ -190,7 +190,10 @@ def _print_numbers(result: dict[str, Any], file: TextIO | None = None) -> None:
         accepted, verified = speculation["num_accepted_draft_tokens"], speculation["num_verified_draft_tokens"]
         rows += [
             ("steps", f"{speculation['num_steps']}"),
-            ("drafts accepted", f"{accepted} of {verified} verified, {speculation['num_proposed_draft_tokens']} proposed"),
+            (
+                "drafts accepted",
+                f"{accepted} of {verified} verified, {speculation['num_proposed_draft_tokens']} proposed",
+            ),
             ("acceptance length", number(speculation["mean_acceptance_length"], 2)),
         ]
     rows.append(("finish reason", f"{result['finish_reason']}"))

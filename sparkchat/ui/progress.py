@@ -21,7 +21,9 @@ def loading_text(event: dict[str, Any]) -> str:
     """One line about a ``loading`` event."""
     message = one_line(str(event.get("message") or event.get("stage") or "loading"))
     done, total = event.get("done"), event.get("total")
-    return f"{message} {100 * done // total}%" if isinstance(done, int) and isinstance(total, int) and total else message
+    return (
+        f"{message} {100 * done // total}%" if isinstance(done, int) and isinstance(total, int) and total else message
+    )
 
 
 class LoadingLine:

@@ -22,7 +22,7 @@ from sparkchat.ui.stats import result_line
 from sparkchat.ui.trace_sink import TraceSink
 
 _HELP = (
-    "a trailing \\ continues the line; \"\"\" begins and ends a text of several lines\n"
+    'a trailing \\ continues the line; """ begins and ends a text of several lines\n'
     "ctrl+c stops an answer; ctrl+d leaves"
 )
 
@@ -138,8 +138,8 @@ class Repl:
             self._loading.note("starting the engine again")
             self._load()
         assert self._answerer is not None
-        request = self.conversation.ask(prompt)
-        turn = self.conversation.turns[-1]
+        turn = self.conversation.ask(prompt)
+        request = self.conversation.request(turn)
         printer = _AnswerPrinter(self._write, self._config.ascii, self._is_terminal, self._shows_thinking, self._dim)
         try:
             end = self._answerer.answer(request, printer.take)
@@ -166,7 +166,9 @@ class Repl:
         return f"{command_table()}\n{_HELP}"
 
     def stats_text(self) -> str:
-        lines = [f"{n}: {result_line(t.answer.result)}" for n, t in enumerate(self.conversation.turns, 1) if t.answer.result]
+        lines = [
+            f"{n}: {result_line(t.answer.result)}" for n, t in enumerate(self.conversation.turns, 1) if t.answer.result
+        ]
         return "\n".join(lines) or "no answer yet"
 
     def mode_text(self) -> str:
@@ -175,7 +177,9 @@ class Repl:
     def change_mode(self, mode: Mode) -> None:
         info = self._answerer.info if self._answerer else {}
         if mode != "off" and info and not info.get("drafter"):
-            raise UsageError(f"mode {mode} needs a drafter: {info.get('reason_off') or 'none is loaded'}; use --drafter")
+            raise UsageError(
+                f"mode {mode} needs a drafter: {info.get('reason_off') or 'none is loaded'}; use --drafter"
+            )
         if self._engine is not None:
             self._engine.set_mode(mode)
         self.conversation.mode = mode
@@ -225,7 +229,12 @@ class _AnswerPrinter:
     """Writes the text of one answer as it comes, and keeps it."""
 
     def __init__(
-        self, write: Callable[[str], None], ascii_only: bool, is_terminal: bool, shows_thinking: bool, dim: tuple[str, str]
+        self,
+        write: Callable[[str], None],
+        ascii_only: bool,
+        is_terminal: bool,
+        shows_thinking: bool,
+        dim: tuple[str, str],
     ) -> None:
         self._write = write
         self._filter = TerminalFilter(ascii_only) if is_terminal else None
@@ -249,7 +258,11 @@ class _AnswerPrinter:
         self._parts.setdefault(channel, []).append(event["text"])
         text = self._filter.feed(event["text"]) if self._filter else event["text"]
         if channel == "thinking":
-            first = "" if self._channel == "thinking" else f"{self._dim[0]}thinking{'' if self._shows_thinking else ' ...'}\n"
+            first = (
+                ""
+                if self._channel == "thinking"
+                else f"{self._dim[0]}thinking{'' if self._shows_thinking else ' ...'}\n"
+            )
             self._write(f"{first}{text if self._shows_thinking else ''}")
         else:
             self._write(f"{self._end_thinking()}{text}")

@@ -82,14 +82,15 @@ def fit(text: str, width: int, ellipsis: str = "…") -> str:
     have = text_width(text)
     if have <= width:
         return text + " " * (width - have)
+    room = width - len(ellipsis)
     kept, used = [], 0
     for character in text:
         cells = char_width(character)
-        if used + cells > width - 1:
+        if used + cells > room:
             break
         kept.append(character)
         used += cells
-    return "".join(kept) + ellipsis + " " * (width - 1 - used)
+    return "".join(kept) + ellipsis + " " * (room - used)
 
 
 class TerminalFilter:

@@ -228,7 +228,9 @@ class ScriptedEngine:
             yield 0.01, self._delta(running, pieces[:1], ["prefill"])
         at = 1
         while at < len(pieces):
-            step = self._step(running, [piece for piece, _ in pieces[at : at + options.block_size + 1]], len(prompt_ids) + at)
+            step = self._step(
+                running, [piece for piece, _ in pieces[at : at + options.block_size + 1]], len(prompt_ids) + at
+            )
             count = len(step["committed_ids"])
             run = pieces[at : at + count]
             origins = ["draft"] * step["correct_drafts"] + ["bonus"] * (count - step["correct_drafts"])
@@ -262,9 +264,11 @@ class ScriptedEngine:
         """One step whose target text is ``wanted``: drafts, their confidence, what was verified and accepted."""
         options, mode = self.options, self._mode
         drafting = options.has_drafter and mode != "off"
-        size = min(options.block_size, max(len(wanted) - 1, 1)) if drafting else 0
+        size = min(options.block_size, len(wanted) - 1) if drafting else 0
         right = [self._random.random() < options.accuracy * 0.9**k for k in range(size)]
-        confidence = [min(0.99, max(0.02, 0.9 * options.accuracy * 0.9**k + (0.2 if ok else -0.2))) for k, ok in enumerate(right)]
+        confidence = [
+            min(0.99, max(0.02, 0.9 * options.accuracy * 0.9**k + (0.2 if ok else -0.2))) for k, ok in enumerate(right)
+        ]
         survival: list[float] = []
         for value in confidence:
             survival.append(value * (survival[-1] if survival else 1.0))

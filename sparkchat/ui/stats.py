@@ -39,6 +39,8 @@ class Snapshot:
     """Over the whole answer."""
     step: dict[str, Any] | None = None
     """The newest step."""
+    bonus_text: str | None = None
+    """What the target itself added in the newest step."""
     strip: tuple[StepMark, ...] = ()
     mean_step_ms: float | None = None
     mean_predicted_ms: float | None = None
@@ -111,7 +113,7 @@ class AnswerStats:
             return None
         return self._counts["committed"] * 1e9 / (self._last_ns - self._first_ns)
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self, bonus_text: str | None = None) -> Snapshot:
         counts = self._counts
         return Snapshot(
             num_steps=counts["steps"],
@@ -123,6 +125,7 @@ class AnswerStats:
             tokens_per_second_now=self._rate_now(),
             tokens_per_second=self._rate_average(),
             step=self._step,
+            bonus_text=bonus_text,
             strip=tuple(self._strip),
             mean_step_ms=self._step_ms.value,
             mean_predicted_ms=self._predicted_ms.value,

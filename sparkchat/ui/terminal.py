@@ -12,6 +12,7 @@ import sys
 import termios
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType
 from typing import Any
 
@@ -67,15 +68,11 @@ class TerminalGuard:
         """Write the reset sequences and put the line settings back; safe to call twice and with the terminal gone."""
         sequences = ("" if self.is_clean else _LEAVE_SCREEN) + _MODES_OFF + _SHOW
         self.is_clean = True
-        try:
+        with suppress(OSError, ValueError, AttributeError):
             os.write(sys.__stderr__.fileno(), sequences.encode("ascii"))
-        except (OSError, ValueError, AttributeError):
-            pass
         if self._settings is not None:
-            try:
+            with suppress(termios.error, ValueError, AttributeError):
                 termios.tcsetattr(sys.__stdin__.fileno(), termios.TCSANOW, self._settings)
-            except (termios.error, ValueError, AttributeError):
-                pass
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         self.exit_code = EXIT_CODES[signal.Signals(number)]

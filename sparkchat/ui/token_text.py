@@ -23,6 +23,9 @@ class TokenText:
     def __init__(self) -> None:
         self._waiting: list[Event] = []
         self._looks = 0
+        self._newest: Event | None = None
+        self.bonus_text: str | None = None
+        """What the target added in the newest step, as far as it has become text."""
 
     @property
     def is_waiting(self) -> bool:
@@ -36,6 +39,7 @@ class TokenText:
 
     def add_delta(self, event: Event) -> list[tuple[str, TextRun]]:
         origins = event.get("origins") or ()
+        self._newest = event
         if len(set(origins)) > 1 and event.get("text"):
             self._waiting.append(event)
             return []
@@ -46,6 +50,9 @@ class TokenText:
 
     def add_step(self, step: Event) -> list[tuple[str, TextRun]]:
         drafts = "".join((step.get("draft_text") or ())[: int(step.get("correct_drafts") or 0)])
+        newest, self._newest = self._newest, None
+        has_bonus = newest is not None and newest.get("origins") and newest["origins"][-1] != "draft"
+        self.bonus_text = newest["text"][len(drafts) :] if newest is not None and has_bonus else None
         return self._release(len(drafts))
 
     def flush(self) -> list[tuple[str, TextRun]]:

@@ -28,7 +28,7 @@ class TraceSink:
         return writer.path if writer is not None and writer.is_open else None
 
     def open(self, path: Path, force: bool = False) -> None:
-        """Start recording into ``path``; raises SparkchatError, and leaves a trace that is open alone, when it cannot."""
+        """Start recording into ``path``; when it cannot, raises SparkchatError and leaves an open trace alone."""
         writer = TraceWriter(path, force, argv=self._argv)
         with self._lock:
             if self._writer is not None:

@@ -38,9 +38,9 @@ class Transcript(ScrollView, can_focus=False):
     COMPONENT_CLASSES: ClassVar[set[str]] = {
         f"transcript--{name}"
         for name in (
-            "code heading quote frame bullet control user mark thinking notice error footer comment string number "
-            "keyword token-draft token-bonus token-plain"
-        ).split()
+            *("code", "heading", "quote", "frame", "bullet", "control", "user", "mark", "thinking", "notice", "error"),
+            *("footer", "comment", "string", "number", "keyword", "token-draft", "token-bonus", "token-plain"),
+        )
     }
 
     def __init__(self, glyphs: Glyphs, *, id: str | None = None) -> None:

@@ -1,0 +1,325 @@
+"""The full-screen chat: layout, keys, and the way in and out."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, ClassVar
+
+from textual.app import App, ComposeResult, SystemCommand
+from textual.binding import Binding, BindingType
+from textual.containers import Container
+from textual.filter import NoColor
+from textual.screen import Screen
+
+from sparkchat.client import EngineClient
+from sparkchat.config import RunConfig
+from sparkchat.errors import SparkchatError
+from sparkchat.paths import user_paths
+from sparkchat.ui.bridge import Batch, Bridge, Engine
+from sparkchat.ui.clipboard import copied_message, is_too_long, osc52
+from sparkchat.ui.commands import COMMANDS
+from sparkchat.ui.glyphs import glyphs
+from sparkchat.ui.history import History
+from sparkchat.ui.live_chat import LiveChat, View
+from sparkchat.ui.screens.help import HelpScreen
+from sparkchat.ui.terminal import TerminalGuard
+from sparkchat.ui.trace_sink import TraceSink
+from sparkchat.ui.widgets.bars import Badge, PartsBar
+from sparkchat.ui.widgets.prompt import Prompt
+from sparkchat.ui.widgets.step_panel import StepPanel
+from sparkchat.ui.widgets.transcript import Transcript
+
+QUIT_SECONDS = 3.0
+"""How long ctrl+c stays armed."""
+_NEEDS_ARGUMENT = {"mode", "set", "system", "export", "trace"}
+
+
+class SparkApp(App[int]):
+    """One conversation with one engine."""
+
+    CSS_PATH = "sparkchat.tcss"
+    TITLE = "sparkchat"
+    COMMAND_PALETTE_BINDING = "f10"
+    HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (100, "-wide")]
+    VERTICAL_BREAKPOINTS = [(0, "-short"), (18, "-tall")]
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape", "stop", "stop the answer", id="answer.stop"),
+        Binding(
+            "ctrl+c", "interrupt", "copy a selection, else stop, else clear, else quit", id="interrupt", priority=True
+        ),
+        Binding("ctrl+d", "quit_if_empty", "leave, when nothing is written", id="quit.empty", priority=True),
+        Binding("ctrl+q", "leave", "leave", id="quit", priority=True),
+        Binding(
+            "shift+tab,f6", "cycle_mode", "next verify mode, also during an answer", id="mode.cycle", priority=True
+        ),
+        Binding("f1", "help", "this help", id="help", priority=True),
+        Binding("f2", "toggle_panel", "stats panel", id="panel.toggle", priority=True),
+        Binding(
+            "f3",
+            "toggle_origins",
+            "token colours: drafts plain, the target's own underlined",
+            id="tokens.toggle",
+            priority=True,
+        ),
+        Binding("ctrl+t", "toggle_thinking", "show or hide the thinking", id="thinking.toggle", priority=True),
+        Binding(
+            "ctrl+r", "search_history", "search the history for what is written", id="history.search", priority=True
+        ),
+        Binding("ctrl+g", "editor", "write in $VISUAL or $EDITOR", id="prompt.editor", priority=True),
+        Binding("pageup", "browse('page_up')", "scroll up", id="scroll.page_up"),
+        Binding("pagedown", "browse('page_down')", "scroll down", id="scroll.page_down"),
+        Binding("ctrl+up", "browse('up')", "scroll up a line", id="scroll.up", priority=True),
+        Binding("ctrl+down", "browse('down')", "scroll down a line", id="scroll.down", priority=True),
+        Binding("ctrl+home", "browse('home')", "go to the start", id="scroll.home", priority=True),
+        Binding("ctrl+end,end", "browse('end')", "go to the end and follow it", id="scroll.end"),
+        Binding("f10,ctrl+backslash", "command_palette", "command palette", id="palette", priority=True),
+    ]
+
+    def __init__(self, config: RunConfig, make_engine: Callable[[], Engine], trace: TraceSink) -> None:
+        super().__init__()
+        self.config = config
+        self.glyphs = glyphs(config.ascii)
+        self.bridge = Bridge(make_engine, self._deliver, trace)
+        self._trace = trace
+        self._panel_wish: bool | None = None
+        self._quit_armed = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self.animation_level = "none"
+        self._choose_colors(config)
+
+    def _choose_colors(self, config: RunConfig) -> None:
+        if config.color == "never" or (config.color == "auto" and self.no_color):
+            # The terminal's own two colours only; attributes carry the meaning.
+            self.theme = "ansi-dark"
+            self._filters = [*self._filters, NoColor()]
+        elif config.color == "always" and self.no_color:
+            self._filters = [each for each in self._filters if each.__class__.__name__ not in ("Monochrome", "NoColor")]
+
+    def compose(self) -> ComposeResult:
+        yield PartsBar(self.glyphs, id="title")
+        yield Badge(self.glyphs, id="badge")
+        with Container(id="body"):
+            yield Transcript(self.glyphs, id="transcript")
+            yield StepPanel(self.glyphs, id="panel")
+        yield Prompt(History(user_paths().history), id="prompt")
+        yield PartsBar(self.glyphs, id="status")
+
+    def on_mount(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.set_class(self.config.ascii, "-plain-glyphs")
+        self.transcript = self.query_one(Transcript)
+        self.panel = self.query_one(StepPanel)
+        self.prompt = self.query_one(Prompt)
+        view = View(
+            self.query_one("#title", PartsBar),
+            self.query_one(Badge),
+            self.transcript,
+            self.panel,
+            self.query_one("#status", PartsBar),
+        )
+        self.chat = LiveChat(self.config, self.bridge, self._trace, view, self, self.glyphs)
+        self.prompt.focus()
+        self._place_panel()
+        self.chat.begin()
+        self.transcript.update_rows()
+
+    def on_resize(self) -> None:
+        self._place_panel()
+
+    def _print_error_renderables(self) -> None:
+        """The exception is raised again by :func:`run_tui`, and becomes one line, or a traceback with --debug."""
+
+    # From the engine's thread
+
+    def _deliver(self, batch: Batch) -> None:
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._receive, batch)
+
+    def _receive(self, batch: Batch) -> None:
+        if self.is_running and hasattr(self, "chat"):
+            with self._context():
+                self.chat.receive(batch)
+
+    # live_chat.Desk
+
+    def later(self, seconds: float, action: Callable[[], Any]) -> None:
+        self.set_timer(seconds, action)
+
+    def leave(self, code: int) -> None:
+        self.exit(return_code=code)
+
+    def send_to_clipboard(self, text: str) -> str:
+        if self._driver is None or is_too_long(text):
+            return f"{len(text)} characters are too many for a terminal's clipboard; use /export FILE"
+        self._driver.write(osc52(text))
+        return copied_message(text)
+
+    def copy_to_clipboard(self, text: str) -> None:
+        self._clipboard = text
+        self.chat.flash(self.send_to_clipboard(text))
+
+    def edit(self, text: str) -> None:
+        self.prompt.set_value(text)
+
+    def key_help(self) -> str:
+        rows = [("enter", "send"), ("shift+enter, alt+enter, ctrl+j", "new line"), ("up, down", "history")]
+        for binding in self.BINDINGS:
+            assert isinstance(binding, Binding)
+            rows.append((binding.key.replace(",", ", "), binding.description))
+        width = max(len(keys) for keys, _ in rows)
+        return "\n".join(f"{keys:<{width}}  {what}" for keys, what in rows)
+
+    def set_panel(self, shown: bool) -> None:
+        self._panel_wish = shown
+        self._place_panel()
+
+    def _place_panel(self) -> None:
+        if not hasattr(self, "panel"):
+            return
+        width, height = self.size
+        has_room = width >= 100 or (width >= 60 and height >= 20)
+        self.panel.display = has_room if self._panel_wish is None else self._panel_wish
+        self.panel.redraw()
+
+    # Actions
+
+    def on_prompt_sent(self, event: Prompt.Sent) -> None:
+        self._quit_armed = False
+        self.chat.send(event.text)
+
+    def on_prompt_browsed(self, event: Prompt.Browsed) -> None:
+        self.action_browse(event.where)
+
+    def action_browse(self, where: str) -> None:
+        transcript = self.transcript
+        if where == "end":
+            transcript.follow()
+        else:
+            step = {
+                "page_up": -transcript.size.height + 1,
+                "page_down": transcript.size.height - 1,
+                "up": -1,
+                "down": 1,
+            }
+            target = 0 if where == "home" else transcript.scroll_y + step[where]
+            transcript.scroll_to(y=target, animate=False, immediate=True)
+        self.chat.refresh_bars()
+
+    def action_stop(self) -> None:
+        self.screen.clear_selection()
+        self.chat.stop()
+        self._show()
+
+    def action_interrupt(self) -> None:
+        selected = self.prompt.selected_text or self.screen.get_selected_text()
+        if selected:
+            self.copy_to_clipboard(selected)
+            self.screen.clear_selection()
+        elif self.chat.stop():
+            self._show()
+        elif self.prompt.text:
+            self.prompt.take()
+            self.chat.flash("cleared; up brings it back")
+        elif self._quit_armed:
+            self.action_leave()
+        else:
+            self._quit_armed = True
+            self.set_timer(QUIT_SECONDS, self._disarm)
+            self.chat.flash("ctrl+c again to leave")
+
+    def _disarm(self) -> None:
+        self._quit_armed = False
+
+    def action_quit_if_empty(self) -> None:
+        if self.prompt.text:
+            self.prompt.action_delete_right()
+        else:
+            self.action_leave()
+
+    def action_leave(self) -> None:
+        self.chat.quit()
+
+    async def action_quit(self) -> None:
+        self.chat.quit()
+
+    def action_cycle_mode(self) -> None:
+        self.chat.cycle_mode()
+
+    def action_help(self) -> None:
+        if not isinstance(self.screen, HelpScreen):
+            self.push_screen(HelpScreen(self.chat.help_text()))
+
+    def action_toggle_panel(self) -> None:
+        self.set_panel(not self.panel.display)
+
+    def action_toggle_origins(self) -> None:
+        self.transcript.show_origins = not self.transcript.show_origins
+        self.transcript.forget_drawn()
+        marks = "drafts plain, the target's own underlined, without speculation dim"
+        self.chat.flash(f"token colours on: {marks}" if self.transcript.show_origins else "token colours off")
+
+    def action_toggle_thinking(self) -> None:
+        self.chat.toggle_thinking()
+
+    def action_search_history(self) -> None:
+        if not self.prompt.search_history():
+            self.chat.flash("nothing older in the history holds that")
+
+    def action_editor(self) -> None:
+        """Hand the prompt to the user's editor; the screen is given back meanwhile."""
+        editor = os.environ.get("VISUAL") or os.environ.get("EDITOR")
+        if not editor:
+            self.chat.flash("set VISUAL or EDITOR to use ctrl+g")
+            return
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "prompt.md"
+            path.write_text(self.prompt.value, "utf-8")
+            with self.suspend():
+                done = subprocess.run([*editor.split(), str(path)], check=False)
+            if done.returncode == 0:
+                self.prompt.set_value(path.read_text("utf-8", "replace").rstrip("\n"))
+        self.refresh()
+
+    def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:
+        for command in COMMANDS:
+            yield SystemCommand(f"/{command.name}", command.help, lambda name=command.name: self._from_palette(name))
+
+    def _from_palette(self, name: str) -> None:
+        if name in _NEEDS_ARGUMENT:
+            self.prompt.set_value(f"/{name} ")
+            self.prompt.focus()
+        else:
+            self.chat.send(f"/{name}")
+
+    def _show(self) -> None:
+        self.transcript.update_rows()
+        self.chat.refresh_bars()
+
+
+def run_tui(config: RunConfig, make_engine: Callable[[], Engine] | None = None) -> int:
+    """Open the full-screen chat; returns the exit code. The terminal is as it was found, whatever happens."""
+    trace = TraceSink(config.argv)
+    if config.trace_path is not None:
+        trace.open(config.trace_path, config.trace_force)
+    app = SparkApp(config, make_engine or (lambda: EngineClient(config.spec)), trace)
+    guard = TerminalGuard(lambda code: app.exit(return_code=code))
+    try:
+        with guard:
+            app.run()
+            guard.is_clean = app._exception is None
+    finally:
+        trace.close()
+        app.bridge.close()
+    if guard.exit_code is not None:
+        return guard.exit_code
+    if app._exception is not None:
+        raise app._exception
+    failure: SparkchatError | None = app.chat.failure if hasattr(app, "chat") else None
+    if failure is not None and app.return_code:
+        raise failure
+    return app.return_code or 0

@@ -1,0 +1,53 @@
+"""A widget whose picture is a list of styled rows, made once per change and drawn line by line."""
+
+from __future__ import annotations
+
+from rich.segment import Segment
+from rich.style import Style
+from textual.strip import Strip
+from textual.widget import Widget
+
+from sparkchat.ui.safe_text import text_width
+from sparkchat.ui.step_view import Row
+
+
+class RowsWidget(Widget):
+    """Subclasses give :meth:`build`; style names are looked up as component classes ``rows--NAME``."""
+
+    def __init__(self, *, id: str | None = None) -> None:
+        super().__init__(id=id)
+        self._rows: list[Row] | None = None
+        self._styles_by_name: dict[str, Style] = {}
+
+    def build(self, width: int, height: int) -> list[Row]:
+        raise NotImplementedError
+
+    def redraw(self) -> None:
+        """Make the rows again; the size of the widget stays."""
+        self._rows = None
+        self.refresh()
+
+    def notify_style_update(self) -> None:
+        super().notify_style_update()
+        self._styles_by_name.clear()
+
+    def on_resize(self) -> None:
+        self.redraw()
+
+    def render_line(self, y: int) -> Strip:
+        width, height = self.size
+        if self._rows is None:
+            self._rows = self.build(width, height)
+        row = self._rows[y] if y < len(self._rows) else []
+        segments = [Segment(text, self._style(name)) for text, name in row if text]
+        strip = Strip(segments, sum(text_width(segment.text) for segment in segments))
+        return strip.crop_extend(0, width, self._style("text"))
+
+    def _style(self, name: str) -> Style:
+        style = self._styles_by_name.get(name)
+        if style is None:
+            style = self.rich_style
+            if f"rows--{name}" in self.COMPONENT_CLASSES:
+                style += self.get_component_rich_style(f"rows--{name}", partial=True)
+            self._styles_by_name[name] = style
+        return style
