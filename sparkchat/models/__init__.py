@@ -1,0 +1,63 @@
+"""Models by architecture: ``load_target`` and ``load_drafter`` are all that the engine calls to get one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from sparkchat.errors import ModelNotFound, UsageError
+from sparkchat.models.base import ForwardBatch, KVCache, ModelConfig, TargetModel
+from sparkchat.models.dense import DenseModel
+from sparkchat.models.hf_config import architecture_of, parse_target, read_config
+from sparkchat.models.weights import FolderSource
+
+if TYPE_CHECKING:
+    from sparkchat.models.dspark.drafter import Drafter
+
+__all__ = ["ForwardBatch", "KVCache", "ModelConfig", "TargetModel", "load_drafter", "load_target"]
+
+TARGETS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+
+
+def load_target(path: Path, *, device: torch.device, dtype: torch.dtype | None = None) -> DenseModel:
+    """Load a target from a Hugging Face folder or a .gguf file.
+
+    ``dtype`` None is the file's own format on the CPU and bfloat16 on a GPU.
+    Raises ModelNotFound, UsageError (architecture or feature not supported) or DamagedFile.
+    """
+    path = Path(path)
+    if path.is_file() and path.suffix == ".gguf":
+        from sparkchat.models.gguf import GgufSource
+
+        source = GgufSource(path)
+        on_cpu = None if device.type == "cpu" else torch.bfloat16
+        model = DenseModel(source, source.config, device, dtype or on_cpu, "model.")
+        source.finish()
+        return model
+    if not path.is_dir():
+        raise ModelNotFound(f"{path} is no model folder and no .gguf file; give the folder that holds config.json")
+    config = read_config(path)
+    name = architecture_of(config)
+    if name not in TARGETS:
+        raise UsageError(f"{path}: architecture {name} is not supported; known: {', '.join(TARGETS)}")
+    parsed = parse_target(path, config)
+    source = FolderSource(path)
+    model = DenseModel(source, parsed, device, dtype or _own_dtype(source, device), "model.")
+    source.finish(["lm_head.weight"] if parsed.tie_word_embeddings else [])
+    return model
+
+
+def _own_dtype(source: FolderSource, device: torch.device) -> torch.dtype:
+    """bfloat16 on a GPU; on the CPU the format of the embedding table, fp16 counting as bfloat16."""
+    if device.type != "cpu":
+        return torch.bfloat16
+    return torch.float32 if source.dtype_of("model.embed_tokens.weight") == "F32" else torch.bfloat16
+
+
+def load_drafter(path: Path, target: DenseModel, *, device: torch.device, dtype: torch.dtype | None = None) -> Drafter:
+    """Load the DSpark drafter in a DeepSpec folder for ``target``. Raises as ``load_target`` does."""
+    from sparkchat.models.dspark.drafter import Drafter
+
+    return Drafter.load(Path(path), target, device=device, dtype=dtype)

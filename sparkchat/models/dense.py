@@ -1,0 +1,154 @@
+"""A dense decoder: Llama, Mistral, Qwen2 and Qwen3, from a Hugging Face folder or a GGUF file.
+
+Shapes: N rows, d hidden size, V vocabulary, m tapped layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from sparkchat.models.attention import Span, SpanAttention, open_spans
+from sparkchat.models.base import ForwardBatch, ModelConfig
+from sparkchat.models.kv_cache import KVCache
+from sparkchat.models.layers import DecoderLayer, Embedding, RMSNorm, spread_rotations
+from sparkchat.models.linear import Linear, make_linear
+from sparkchat.models.quant import GroupedWeight, Weight, dense
+from sparkchat.models.rope import RopeTable
+from sparkchat.models.shape import DecoderShape
+from sparkchat.models.weights import TensorSource, layer_weights
+
+LONG_SPAN = 16
+"""Spans of more rows take the product for many rows. It is the span that counts, not the batch: a request
+must get the same numbers alone and beside others."""
+
+
+class DecoderStack:
+    """Decoder layers and the final norm, over a residual stream in float32."""
+
+    def __init__(
+        self, source: TensorSource, shape: DecoderShape, prefix: str, device: torch.device, dtype: torch.dtype | None
+    ) -> None:
+        self.shape = shape
+        self.layers = [
+            DecoderLayer(shape, layer_weights(source, shape, f"{prefix}layers.{i}."), device, dtype)
+            for i in range(shape.num_layers)
+        ]
+        self.norm = RMSNorm(dense(source.take(f"{prefix}norm.weight", shape.hidden_size)), shape.rms_eps, device)
+        self.rope = RopeTable(shape.rope, shape.head_dim, device)
+
+    def run(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        spans: Sequence[Span],
+        attention: SpanAttention,
+        is_long: bool,
+        on_layer: Callable[[int, Tensor], None] | None = None,
+    ) -> Tensor:
+        """x [N, d] float32, consumed -> hidden [N, d] float32. ``on_layer`` sees each layer's index and output."""
+        rotations = self.rope.rows(positions, max(s.end for s in spans))
+        shape = self.shape
+        rotations = spread_rotations(rotations, shape.num_heads + shape.num_kv_heads, shape.num_kv_heads)
+        for index, layer in enumerate(self.layers):
+            layer(x, rotations, index, attention, is_long)
+            if on_layer is not None:
+                on_layer(index, x)
+        return self.norm(x, torch.float32)
+
+
+class DenseModel:
+    """The target. See ``TargetModel`` in base.py for the calls."""
+
+    def __init__(
+        self, source: TensorSource, config: ModelConfig, device: torch.device, dtype: torch.dtype | None, prefix: str
+    ) -> None:
+        """``dtype`` None keeps 4 bit codes and makes the rest bf16."""
+        shape, vocab = config.decoder, config.vocab_size
+        self.device = device
+        table = source.take(f"{prefix}embed_tokens.weight", vocab, shape.hidden_size)
+        self.embedding = Embedding(table, device, dtype or torch.bfloat16)
+        self.stack = DecoderStack(source, shape, prefix, device, dtype)
+        self._head_weight = self._take_head(source, table, config)
+        self.head = _make_head(self._head_weight, device, dtype)
+        self.kv_dtype = torch.float32 if device.type == "cpu" else (dtype or torch.bfloat16)
+        kernel = self.stack.layers[0].qkv.kernel
+        self.config = replace(
+            config, dtype_name=_dtype_name(self.stack.layers), linear_kernel=kernel, kv_dtype=self.kv_dtype
+        )
+
+    def _take_head(self, source: TensorSource, table: Weight, config: ModelConfig) -> Weight:
+        if config.tie_word_embeddings:
+            return table
+        return source.take("lm_head.weight", config.vocab_size, config.hidden_size)
+
+    def new_cache(self, max_rows: int, context: int, max_block: int) -> KVCache:
+        shape = self.config.decoder
+        return KVCache(
+            shape.windows,
+            shape.num_kv_heads,
+            shape.head_dim,
+            max_rows=max_rows,
+            context=context,
+            max_span=max_block,
+            dtype=self.kv_dtype,
+            device=self.device,
+        )
+
+    @torch.inference_mode()
+    def forward(
+        self, batch: ForwardBatch, cache: KVCache, tap_layers: tuple[int, ...] = ()
+    ) -> tuple[Tensor, Tensor | None]:
+        long = [r for r, count in enumerate(batch.counts) if count > LONG_SPAN]
+        if not long or len(long) == len(batch.counts):
+            return self._forward(batch, cache, tap_layers, bool(long))
+        hidden = torch.empty((batch.token_ids.shape[0], self.config.hidden_size), device=self.device)
+        taps = torch.empty((hidden.shape[0], len(tap_layers) * hidden.shape[1]), device=self.device)
+        short = [r for r in range(len(batch.counts)) if r not in long]
+        for spans in (short, long):
+            part, rows = batch.part(spans)
+            hidden[rows], part_taps = self._forward(part, cache, tap_layers, spans is long)
+            if part_taps is not None:
+                taps[rows] = part_taps
+        return hidden, taps if tap_layers else None
+
+    def _forward(
+        self, batch: ForwardBatch, cache: KVCache, tap_layers: tuple[int, ...], is_long: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        spans = open_spans(batch.cache_rows, batch.row_starts, cache)
+        attention = SpanAttention(cache, spans, batch.positions, self.config.decoder.group_size)
+        x = self.embedding(batch.token_ids)
+        taps = torch.empty((x.shape[0], len(tap_layers), x.shape[1]), device=self.device) if tap_layers else None
+
+        def keep(index: int, output: Tensor) -> None:
+            if taps is not None and index in tap_layers:
+                taps[:, tap_layers.index(index)] = output
+
+        keep(-1, x)
+        hidden = self.stack.run(x, batch.positions, spans, attention, is_long, keep if tap_layers else None)
+        attention.advance()
+        return hidden, None if taps is None else taps.flatten(1)
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.head(hidden.to(self.head.dtype)).float()
+
+    def head_rows(self, token_ids: Tensor) -> Tensor:
+        """Rows [n, d] of the output head on the CPU, for a drafter with a vocabulary of its own."""
+        weight = self._head_weight
+        return weight.rows(token_ids).dense() if isinstance(weight, GroupedWeight) else weight[token_ids]
+
+
+def _make_head(weight: Weight, device: torch.device, dtype: torch.dtype | None) -> Linear:
+    # Logits of a quantised head keep fp32 on the CPU: bf16 would round them to steps of 1/8 near 20.
+    if isinstance(weight, GroupedWeight) and dtype is None and device.type == "cpu":
+        dtype = torch.float32
+    return make_linear(weight, None, device=device, dtype=dtype)
+
+
+def _dtype_name(layers: list[DecoderLayer]) -> str:
+    linear = layers[0].qkv
+    return "q4_1" if linear.kernel == "int4pack" else str(linear.dtype).removeprefix("torch.")

@@ -1,0 +1,94 @@
+"""The parallel stage: target features become keys and values, and a block attends to them and to itself.
+
+Shapes: N rows, d hidden size, m tapped layers, L draft layers, K key heads, D head size.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sparkchat.models.attention import Span, SpanAttention, open_spans
+from sparkchat.models.base import ForwardBatch
+from sparkchat.models.dense import DecoderStack
+from sparkchat.models.kv_cache import KVCache
+from sparkchat.models.layers import Embedding, RMSNorm, rotate_
+from sparkchat.models.linear import make_linear
+from sparkchat.models.quant import Weight, dense, stack_rows
+from sparkchat.models.weights import FolderSource, rotary_pairs
+
+
+class ContextProjection:
+    """Target features -> keys and values of all draft layers, in one product."""
+
+    def __init__(self, source: FolderSource, stack: DecoderStack, taps: int, device: torch.device, dtype: torch.dtype):
+        shape = stack.shape
+        self._shape = shape
+        self._fc = make_linear(
+            source.take("fc.weight", shape.hidden_size, taps * shape.hidden_size), None, device=device, dtype=dtype
+        )
+        self._norm = RMSNorm(source.take("hidden_norm.weight", shape.hidden_size), shape.rms_eps, device)
+        names = [f"layers.{i}.self_attn." for i in range(shape.num_layers)]
+        paired = rotary_pairs(shape.head_dim)
+        rows = (torch.arange(shape.num_kv_heads)[:, None] * shape.head_dim + paired).flatten()
+        parts: list[Weight] = []
+        for name in names:
+            parts.append(source.take(f"{name}k_proj.weight", shape.kv_width, shape.hidden_size)[rows])
+            parts.append(source.take(f"{name}v_proj.weight", shape.kv_width, shape.hidden_size))
+        self._kv = make_linear(stack_rows(parts), None, device=device, dtype=dtype)
+        norms = torch.stack([dense(source.take(f"{name}k_norm.weight", shape.head_dim))[paired] for name in names])
+        self._k_norm = RMSNorm(norms.unsqueeze(1), shape.rms_eps, device)
+
+    def __call__(self, features: Tensor, rotations: Tensor) -> Tensor:
+        """features [N, m*d], rotations [N, D/2] -> keys and values [N, L, 2K, D] float32."""
+        shape = self._shape
+        context = self._norm(self._fc(features.to(self._fc.dtype)).float(), self._kv.dtype)
+        kv = self._kv(context).float().view(-1, shape.num_layers, 2 * shape.num_kv_heads, shape.head_dim)
+        keys = kv[:, :, : shape.num_kv_heads]
+        self._k_norm.apply_(keys)
+        rotate_(keys, rotations[:, None, None])
+        return kv
+
+
+class Backbone:
+    """Draft layers over a cache of context rows."""
+
+    def __init__(
+        self,
+        source: FolderSource,
+        stack: DecoderStack,
+        embedding: Embedding,
+        taps: int,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        self._stack, self._embedding = stack, embedding
+        self._context = ContextProjection(source, stack, taps, device, dtype)
+
+    def extend_context(self, features: Tensor, batch: ForwardBatch, cache: KVCache) -> None:
+        """Store the keys and values of context rows at their positions."""
+        spans = open_spans(batch.cache_rows, batch.row_starts, cache)
+        rotations = self._stack.rope.rows(batch.positions, max(s.end for s in spans))
+        store_context(cache, spans, batch.positions, self._context(features, rotations))
+
+    def run_blocks(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
+        """Blocks [anchor, mask...] -> hidden [N, d] float32. The block's keys and values are not kept."""
+        spans = open_spans(batch.cache_rows, batch.row_starts, cache)
+        attention = SpanAttention(cache, spans, batch.positions, self._stack.shape.group_size, is_block=True)
+        x = self._embedding(batch.token_ids)
+        hidden = self._stack.run(x, batch.positions, spans, attention, False)
+        attention.discard()
+        return hidden
+
+
+def store_context(cache: KVCache, spans: list[Span], positions: Tensor, kv: Tensor) -> None:
+    """Write kv [N, L, 2K, D] of all layers and count the rows as cached. Full-attention caches only."""
+    (store,) = cache.stores
+    if len(spans) == 1:
+        span = spans[0]
+        store.data[:, span.cache_row, :, span.start : span.end] = kv.permute(1, 2, 0, 3)
+    else:
+        rows = torch.tensor([s.cache_row for s in spans for _ in range(s.count)], device=positions.device)
+        store.data[:, rows, :, positions] = kv.to(store.data.dtype)
+    for span in spans:
+        cache.advance(span.cache_row, span.end)

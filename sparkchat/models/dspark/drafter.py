@@ -1,0 +1,196 @@
+"""A DSpark drafter for a loaded target (arXiv 2607.05147, section 3), read from DeepSpec's folder layout.
+
+A block is [anchor, mask, ...] at positions s, s+1, ...; row i predicts the token at s+i+1. Its rows see the target's
+features of positions before s and each other. Shapes: N rows, R requests, d hidden size, m tapped layers, V target
+vocabulary, Vd draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from sparkchat.errors import DamagedFile, UsageError
+from sparkchat.models.base import ForwardBatch
+from sparkchat.models.dense import DecoderStack, DenseModel
+from sparkchat.models.dspark.backbone import Backbone
+from sparkchat.models.dspark.config import DrafterConfig, read_drafter_config
+from sparkchat.models.dspark.heads import ConfidenceHead, VanillaHead, load_confidence, load_head
+from sparkchat.models.kv_cache import KVCache
+from sparkchat.models.layers import Embedding
+from sparkchat.models.linear import Linear, make_linear
+from sparkchat.models.weights import FolderSource
+
+MAX_SPAN = 1 << 20
+"""Context and blocks live in a store that grows, so a span may be of any length."""
+
+
+class Drafter:
+    """Drafts blocks for one target."""
+
+    def __init__(
+        self,
+        config: DrafterConfig,
+        backbone: Backbone,
+        base_head: Linear,
+        head: VanillaHead | None,
+        confidence: ConfidenceHead | None,
+        draft_to_target: Tensor | None,
+        device: torch.device,
+    ) -> None:
+        self.config, self.draft_to_target = config, draft_to_target
+        self._backbone, self._base_head, self._head, self._confidence = backbone, base_head, head, confidence
+        self._device = device
+        self._kv_dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+
+    @classmethod
+    def load(cls, path: Path, target: DenseModel, *, device: torch.device, dtype: torch.dtype | None) -> Drafter:
+        """Raises ModelNotFound, DamagedFile, or UsageError where it does not fit ``target``."""
+        config = read_drafter_config(path)
+        check_fit(path, config, target)
+        source = FolderSource(path)
+        mapping = _take_mapping(path, source, config)
+        dtype = dtype or _own_dtype(source, device)
+        shape, d = config.decoder, config.hidden_size
+        embedding = target.embedding
+        if "embed_tokens.weight" in source:
+            embedding = Embedding(source.take("embed_tokens.weight", config.vocab_size, d), device, dtype)
+        stack = DecoderStack(source, shape, "", device, dtype)
+        backbone = Backbone(source, stack, embedding, len(config.target_layer_ids), device, dtype)
+        head = None
+        if config.markov_head_type is not None:
+            sizes = (config.vocab_size, config.draft_vocab_size, d, config.markov_rank)
+            head = load_head(source, config.markov_head_type, sizes, device, dtype)
+        confidence = None
+        if config.has_confidence:
+            with_markov = head is not None and config.confidence_with_markov
+            confidence = load_confidence(source, d, head.embedding if with_markov and head else None, device)
+        base_head = _load_base_head(source, config, target, mapping, device, dtype)
+        source.finish(["t2d"])
+        on_device = None if mapping is None else mapping.to(device)
+        return cls(config, backbone, base_head, head, confidence, on_device, device)
+
+    @property
+    def has_confidence(self) -> bool:
+        return self._confidence is not None
+
+    def new_cache(self, max_rows: int, context: int) -> KVCache:
+        """Room for ``max_rows`` requests of ``context`` positions and a block behind them."""
+        shape = self.config.decoder
+        return KVCache(
+            shape.windows,
+            shape.num_kv_heads,
+            shape.head_dim,
+            max_rows=max_rows,
+            context=context + self.config.block_size,
+            max_span=MAX_SPAN,
+            dtype=self._kv_dtype,
+            device=self._device,
+        )
+
+    @torch.inference_mode()
+    def extend_context(self, features: Tensor, batch: ForwardBatch, cache: KVCache) -> None:
+        """Store context rows from features [N, m*d] at ``batch.positions``; token ids are not looked at."""
+        self._backbone.extend_context(features, batch, cache)
+
+    @torch.inference_mode()
+    def backbone(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
+        """Run blocks [anchor, mask, ...], of any lengths, at the end of their contexts -> hidden [N, d] float32.
+
+        The cache stays as long as it was: a block's own keys and values are not kept.
+        """
+        return self._backbone.run_blocks(batch, cache)
+
+    @torch.inference_mode()
+    def base_logits(self, hidden: Tensor) -> Tensor:
+        """hidden [M, d] -> [M, Vd] float32, before the sequential head."""
+        return self._base_head(hidden.to(self._base_head.dtype)).float()
+
+    @torch.inference_mode()
+    def initial_state(self, count: int) -> Tensor:
+        """State of the sequential head before the first draft of each of ``count`` blocks."""
+        return torch.zeros((count, 0), device=self._device) if self._head is None else self._head.initial_state(count)
+
+    @torch.inference_mode()
+    def markov_step(self, previous_ids: Tensor, hidden: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """previous_ids [R] target ids (the anchor first), hidden [R, d] of the draft's row, state of the last step.
+
+        Returns the bias [R, Vd] float32 to add to the base logits, and the next state.
+        """
+        if self._head is None:
+            return torch.zeros((previous_ids.shape[0], self.config.draft_vocab_size), device=self._device), state
+        return self._head.step(previous_ids, hidden, state)
+
+    @torch.inference_mode()
+    def confidence(self, previous_ids: Tensor, hidden: Tensor) -> Tensor:
+        """previous_ids [R] target ids, hidden [R, d] -> logits [R] float32 that the draft is accepted.
+
+        Raises ValueError without a confidence head (``has_confidence``).
+        """
+        if self._confidence is None:
+            raise ValueError("this drafter has no confidence head")
+        return self._confidence(previous_ids, hidden)
+
+
+def check_fit(path: Path, config: DrafterConfig, target: DenseModel) -> None:
+    """Raises UsageError where the drafter was made for another target."""
+
+    def need(ok: bool, what: str, found: object, wanted: object) -> None:
+        if not ok:
+            raise UsageError(
+                f"drafter {path} does not fit this model: its {what} is {found}, the model's {wanted}; "
+                "give the drafter trained for it"
+            )
+
+    layers = target.config.num_layers
+    need(config.hidden_size == target.config.hidden_size, "hidden size", config.hidden_size, target.config.hidden_size)
+    need(config.vocab_size == target.config.vocab_size, "vocabulary", config.vocab_size, target.config.vocab_size)
+    need(
+        config.target_layer_ids[-1] < layers, "last tapped layer", config.target_layer_ids[-1], f"last is {layers - 1}"
+    )
+    need(config.num_target_layers in (None, layers), "layer count of the target", config.num_target_layers, layers)
+    need(
+        config.mask_token_id < config.vocab_size,
+        "mask token",
+        config.mask_token_id,
+        f"ids end at {config.vocab_size - 1}",
+    )
+
+
+def _take_mapping(path: Path, source: FolderSource, config: DrafterConfig) -> Tensor | None:
+    """Target ids [Vd] of a reduced draft vocabulary (d2t holds differences), or None."""
+    if "d2t" not in source:
+        if config.draft_vocab_size != config.vocab_size:
+            raise DamagedFile(f"{path}: draft_vocab_size is {config.draft_vocab_size} but the tensor d2t is missing")
+        return None
+    steps = source.take_whole_numbers("d2t")
+    ids = steps + torch.arange(steps.shape[0])
+    if steps.shape[0] != config.draft_vocab_size:
+        raise DamagedFile(f"{path}: d2t has {steps.shape[0]} entries, draft_vocab_size is {config.draft_vocab_size}")
+    if bool((ids < 0).any()) or bool((ids >= config.vocab_size).any()) or ids.unique().numel() < ids.numel():
+        raise DamagedFile(f"{path}: d2t does not name different token ids below {config.vocab_size}")
+    return ids
+
+
+def _load_base_head(
+    source: FolderSource,
+    config: DrafterConfig,
+    target: DenseModel,
+    mapping: Tensor | None,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Linear:
+    """The drafter's own output head, or the target's (the rows of the draft vocabulary)."""
+    if "lm_head.weight" in source:
+        weight = source.take("lm_head.weight", config.draft_vocab_size, config.hidden_size)
+        return make_linear(weight, None, device=device, dtype=dtype)
+    if mapping is None:
+        return target.head
+    return make_linear(target.head_rows(mapping), None, device=device, dtype=dtype)
+
+
+def _own_dtype(source: FolderSource, device: torch.device) -> torch.dtype:
+    is_fp32 = device.type == "cpu" and source.dtype_of("fc.weight") == "F32"
+    return torch.float32 if is_fp32 else torch.bfloat16

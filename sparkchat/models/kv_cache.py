@@ -1,0 +1,165 @@
+"""Keys and values of past positions: rows are requests, storage grows, sliding windows are rings.
+
+Layers of one window share one tensor, so a forward pass takes the views of all of them at once. Positions are slots
+in a growing store; in a ring, position p lives in slot p modulo the capacity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+SLOT_STEP = 16
+"""Capacities, and the key lengths attention runs over, are multiples of this (see attention.py)."""
+_FIRST_SLOTS = 256
+
+
+def round_up(n: int, step: int) -> int:
+    return -(-n // step) * step
+
+
+class LayerStore:
+    """Storage of the layers of one window: [layers, rows, 2 * kv_heads, slots, head_dim], keys before values."""
+
+    def __init__(self, num_layers: int, width: tuple[int, int], window: int | None, slots: int, limit: int) -> None:
+        self.num_layers, self._width, self.window = num_layers, width, window
+        self._slots, self._limit = slots, limit
+        self.data: Tensor
+
+    @property
+    def slots(self) -> int:
+        return self.data.shape[3]
+
+    @property
+    def is_ring(self) -> bool:
+        return self.window is not None
+
+    def create(self, rows: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.data = self._zeros(rows, self._slots, dtype, device)
+
+    def _zeros(self, rows: int, slots: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        # Zeros, not empty: masked slots are still multiplied, and 0 x NaN would spread.
+        heads, head_dim = self._width
+        return torch.zeros((self.num_layers, rows, 2 * heads, slots, head_dim), dtype=dtype, device=device)
+
+    def grow(self, rows: int, slots: int) -> None:
+        """Make room for ``rows`` rows and, in a store that is no ring, ``slots`` positions; doubles at least."""
+        old = self.data
+        have_rows, have_slots = old.shape[1], old.shape[3]
+        if self.is_ring:
+            slots = have_slots
+        if rows <= have_rows and slots <= have_slots:
+            return
+        if slots > have_slots:
+            slots = max(slots, min(2 * have_slots, self._limit))
+        slots = max(round_up(slots, SLOT_STEP), have_slots)
+        self.data = self._zeros(max(rows, have_rows), slots, old.dtype, old.device)
+        self.data[:, :have_rows, :, :have_slots] = old
+
+
+class KVCache:
+    """The cached positions of up to ``max_rows`` requests.
+
+    Rollback is ``truncate``: rows behind the length are stale, are never visible, and are written over.
+    """
+
+    def __init__(
+        self,
+        windows: Sequence[int | None],
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        max_rows: int,
+        context: int,
+        max_span: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """``windows`` has one entry per layer; ``max_span`` is the most rows one span may have."""
+        self.num_kv_heads, self.max_rows, self.context, self.max_span = num_kv_heads, max_rows, context, max_span
+        limit = round_up(context, SLOT_STEP)
+        # A window that the context cannot leave is no window.
+        windows = [None if w is None or w >= limit else w for w in windows]
+        self.stores: list[LayerStore] = []
+        self.places: list[tuple[int, int]] = []
+        """[layer] -> (store, index in it)"""
+        for window in dict.fromkeys(windows):
+            # A ring must hold the window of the span's first row and the whole span.
+            slots = min(limit, _FIRST_SLOTS) if window is None else round_up(window - 1 + max_span, SLOT_STEP)
+            store = LayerStore(sum(w == window for w in windows), (num_kv_heads, head_dim), window, slots, limit)
+            store.create(1, dtype, device)
+            self.stores.append(store)
+        counts = [0] * len(self.stores)
+        for window in windows:
+            index = next(i for i, store in enumerate(self.stores) if store.window == window)
+            self.places.append((index, counts[index]))
+            counts[index] += 1
+        self._lengths: dict[int, int] = {}
+        self._written = [0] * max_rows
+        """[max_rows] one more than the highest position ever written in the row."""
+
+    def allocate(self) -> int:
+        """Take the lowest free row, empty. Raises ValueError when all rows are taken."""
+        row = next((r for r in range(self.max_rows) if r not in self._lengths), None)
+        if row is None:
+            raise ValueError(f"all {self.max_rows} cache rows are taken")
+        have = self.stores[0].data.shape[1] if self.stores else 1
+        rows = min(self.max_rows, max(row + 1, have if row < have else 2 * have))
+        for store in self.stores:
+            store.grow(rows, store.slots)
+            if self._written[row]:
+                # What a damaged model left there may be NaN.
+                store.data[:, row, :, : min(self._written[row], store.slots)].zero_()
+        self._written[row] = 0
+        self._lengths[row] = 0
+        return row
+
+    def free(self, row: int) -> None:
+        del self._lengths[row]
+
+    def length(self, row: int) -> int:
+        """Positions 0..length-1 of the row are cached."""
+        return self._lengths[row]
+
+    def can_truncate(self, row: int, length: int) -> bool:
+        """Whether the row can go on from ``length``: a ring may have written over what is needed."""
+        if not 0 <= length <= self._lengths[row]:
+            return False
+        return all(
+            max(0, length - store.window + 1) >= self._written[row] - store.slots
+            for store in self.stores
+            if store.window is not None
+        )
+
+    def truncate(self, row: int, length: int) -> None:
+        """Forget the positions from ``length`` on. Raises ValueError where ``can_truncate`` says no."""
+        if not self.can_truncate(row, length):
+            raise ValueError(f"cache row {row} holds {self._lengths[row]} positions and cannot go back to {length}")
+        self._lengths[row] = length
+
+    def reserve(self, row: int, count: int) -> int:
+        """Make room for ``count`` more positions of the row and return the first of them."""
+        start = self._lengths[row]
+        if count > self.max_span and any(store.is_ring for store in self.stores):
+            raise ValueError(f"a span of {count} rows does not fit rings made for {self.max_span}")
+        if start + count > round_up(self.context, SLOT_STEP):
+            raise ValueError(f"position {start + count - 1} is outside the context of {self.context}")
+        for store in self.stores:
+            store.grow(store.data.shape[1], start + count)
+        return start
+
+    def mark_written(self, row: int, end: int) -> None:
+        """Positions below ``end`` of the row have been stored; what a ring held ``slots`` earlier is gone."""
+        self._written[row] = max(self._written[row], end)
+
+    def advance(self, row: int, end: int) -> None:
+        """Positions below ``end`` of the row are now cached."""
+        self.mark_written(row, end)
+        self._lengths[row] = end
+
+    @property
+    def num_bytes(self) -> int:
+        """Storage held now."""
+        return sum(store.data.nbytes for store in self.stores)

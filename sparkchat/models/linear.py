@@ -1,0 +1,94 @@
+"""Matrix products with weights packed for the device they run on.
+
+All of them give each row the same bits whatever rows are beside it: oneDNN's packed product and the 4 bit one do
+(MKL's does not), so that a verified draft gets the logits that plain decoding would give it.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sparkchat.models.quant import GROUP, GroupedWeight, Weight, dense
+
+_PACKED_ROWS = 8
+"""Batch size oneDNN is told to expect when it chooses the layout."""
+
+
+class Linear(Protocol):
+    """y = x W^T + b."""
+
+    dtype: torch.dtype
+    """What x must be and y is."""
+    kernel: str
+
+    def __call__(self, x: Tensor, is_long: bool = False) -> Tensor:
+        """x [n, in] -> [n, out]. ``is_long``: the rows are of a span of many, as in a prompt."""
+        ...
+
+
+class PlainLinear:
+    """torch's own product; on a GPU, and on CPUs without oneDNN."""
+
+    kernel = "torch"
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self._weight, self._bias = weight, bias
+        self.dtype = weight.dtype
+
+    def __call__(self, x: Tensor, is_long: bool = False) -> Tensor:
+        return F.linear(x, self._weight, self._bias)
+
+
+class PackedLinear:
+    """oneDNN's product with the weight reordered once; fp32, or bf16 accumulated in fp32."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.dtype = weight.dtype
+        self.kernel = "onednn-fp32" if weight.dtype == torch.float32 else "onednn-bf16"
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACKED_ROWS)
+        self._bias = bias
+
+    def __call__(self, x: Tensor, is_long: bool = False) -> Tensor:
+        return torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
+
+
+class Int4Linear:
+    """4 bit codes multiplied as they are, in bf16 with fp32 accumulation; long spans take a bf16 copy."""
+
+    kernel = "int4pack"
+    dtype = torch.bfloat16
+
+    def __init__(self, weight: GroupedWeight, bias: Tensor | None) -> None:
+        self._packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(weight.codes.int(), 1)
+        # The kernel computes (code - 8) * scale + zero.
+        zero = 8 * weight.scale if weight.shift is None else weight.shift + 8 * weight.scale
+        pairs = torch.stack([weight.scale, zero], dim=-1)
+        self._scales = pairs.transpose(0, 1).to(torch.bfloat16).contiguous()
+        self._bias = bias
+        self._long = PackedLinear(weight.dense().to(torch.bfloat16), bias)
+
+    def __call__(self, x: Tensor, is_long: bool = False) -> Tensor:
+        if is_long:
+            return self._long(x)
+        y = torch.ops.aten._weight_int4pack_mm_for_cpu(x, self._packed, GROUP, self._scales)
+        return y if self._bias is None else y.add_(self._bias)
+
+
+def make_linear(weight: Weight, bias: Tensor | None, *, device: torch.device, dtype: torch.dtype | None) -> Linear:
+    """Pack a weight. ``dtype`` None keeps 4 bit codes as they are and makes everything else bf16.
+
+    Shapes that the 4 bit kernel does not take are unpacked to bf16.
+    """
+    fits_int4 = weight.shape[0] % 16 == 0 and weight.shape[1] % GROUP == 0
+    if dtype is None and device.type == "cpu" and isinstance(weight, GroupedWeight) and weight.is_4bit and fits_int4:
+        return Int4Linear(weight, None if bias is None else bias.to(torch.bfloat16))
+    dtype = dtype or torch.bfloat16
+    plain = dense(weight).to(device=device, dtype=dtype)
+    bias = None if bias is None else bias.to(device=device, dtype=dtype)
+    if device.type == "cpu" and torch.backends.mkldnn.is_available():
+        return PackedLinear(plain, bias)
+    return PlainLinear(plain, bias)
