@@ -123,6 +123,10 @@ def test_equal_survivals_go_by_position_then_request():
     assert plan([[1.0, 0.5], [1.0, 1.0]], [2, 2], cost).verify_lens == (1, 2)
 
 
+def test_an_admission_that_gains_nothing_is_not_made():
+    assert plan([[0.5]], [1], lookup(8.0, 12.0)).verify_lens == (0,)  # 1/8 = 1.5/12
+
+
 def test_without_a_cost_table_everything_is_verified():
     assert plan([[0.1, 0.01], [0.0]], [2, 1], None) == Plan((2, 1), 3, None, None)
     assert plan([[], []], [5, -1], None).verify_lens == (5, 0)

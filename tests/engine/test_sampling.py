@@ -96,6 +96,13 @@ def test_boundaries_count_as_reached_despite_rounding(laws):
     logits = torch.tensor([[0.2, 0.5, 0.3]]).log()
     assert torch.equal(laws(logits, [1.0], [0], [0.8], [0.0])[0] > 0, torch.tensor([False, True, True]))
     assert torch.equal(laws(logits, [1.0], [0], [1.0], [0.6])[0] > 0, torch.tensor([False, True, True]))
+    rng = random.Random(15)
+    for _ in range(60):
+        parts = sorted(rng.sample(range(1, 30), rng.randint(2, 6)), reverse=True)
+        size = rng.randint(1, len(parts))
+        share = sum(parts[:size]) / sum(parts)
+        got = laws(torch.tensor([parts]).float().log(), [1.0], [0], [share], [0.0])[0]
+        assert int((got > 0).sum()) == size, (parts, share)
 
 
 def test_ties_keep_all_at_top_k_and_the_lowest_ids_at_top_p(laws):
@@ -181,6 +188,23 @@ def test_a_draw_never_returns_an_impossible_id(vocab):
         for u in (0.0, 1e-300, 0.25, 0.5, 1.0 - 2.0**-53):
             ids = draw(weights, torch.full((3,), u, dtype=torch.float64))
             assert (weights.gather(1, ids[:, None]) > 0).all()
+
+
+def test_a_draw_on_the_edge_of_a_block_is_possible_too():
+    generator = torch.Generator().manual_seed(16)
+    weights = torch.zeros(1, 64 * 128)
+    # The first half of every block is impossible, and the sizes make running sums round.
+    weights[0].view(64, 128)[:, 64:] = torch.rand(64, 1, generator=generator).pow(30)
+    running = weights[0].view(64, 128).sum(dim=1).double().cumsum(0)
+    u = torch.cat([(running / running[-1]).clamp(max=1 - 2.0**-53), torch.rand(2000, generator=generator).double()])
+    for shift in (0.0, 1e-16, -1e-16):
+        ids = draw(weights.expand(len(u), -1), (u + shift).clamp(0.0, 1 - 2.0**-53))
+        assert (weights[0, ids] > 0).all()
+
+
+def test_a_search_below_zero_finds_the_first_possible_id():
+    weights = torch.tensor([[0.0, 0.0, 1.0]], dtype=torch.float64)
+    assert sampling._search(weights, torch.tensor([[-1e-17]], dtype=torch.float64)).item() == 2
 
 
 def test_a_draw_inverts_the_cumulative_law():

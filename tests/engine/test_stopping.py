@@ -149,6 +149,7 @@ def test_the_text_does_not_depend_on_the_cut_into_tokens():
         ([""], ["a"], ("", 1, None)),
         (["ééß"], ["éß"], ("é", 1, "éß")),
         (["aaaaab"], ["aaab"], ("aa", 1, "aaab")),
+        (["abaaba", "baabac"], ["abaabac"], ("abaab", 1, "abaabac")),
     ],
 )
 def test_known_texts(pieces, stop, want):
