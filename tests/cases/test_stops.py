@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,6 @@ from cases.harness import MODES, Outcome, Runner, random_prompts
 OpenRunner = Callable[..., Runner]
 ALL_MODES = ("off", *MODES)
 MAX_TOKENS = 48
-# Three live tokens of F-mix; hits come at many distances from the prompt.
-ENDS = (317, 404, 455)
 
 
 def with_ends(folder: Path, source: Path, config_eos: Any, generation_eos: Any) -> Path:
@@ -31,52 +30,60 @@ def with_ends(folder: Path, source: Path, config_eos: Any, generation_eos: Any) 
     return folder
 
 
-DECLARED = {
-    "one-in-config": (ENDS[0], None),
-    "list-in-both": ([1001, 1002, ENDS[1]], [1001, 1002, ENDS[1]]),
-    "list-only-in-generation-config": (None, [1001, 1002, ENDS[2]]),
-    "generation-config-wins": (ENDS[0], [1001, ENDS[1]]),
+DECLARED: dict[str, Callable[[int, int], tuple[Any, Any]]] = {
+    # name: (end token, another live token) -> eos_token_id of config.json and of generation_config.json
+    "one-in-config": lambda end, other: (end, None),
+    "list-in-both": lambda end, other: ([1001, 1002, end], [1001, 1002, end]),
+    "list-only-in-generation-config": lambda end, other: (None, [1001, 1002, end]),
+    "generation-config-wins": lambda end, other: (other, [1001, end]),
 }
-EFFECTIVE = {"one-in-config": ENDS[0], "list-in-both": ENDS[1], "list-only-in-generation-config": ENDS[2]}
-EFFECTIVE["generation-config-wins"] = ENDS[1]
 
 
-@pytest.fixture(params=DECLARED)
-def ended(request: Any, mix_folders: dict[str, Path], build_once: Callable[..., Any]) -> tuple[Path, int]:
-    """A target with declared end tokens, and the one that comes up."""
-    build = lambda folder: with_ends(folder, mix_folders["target"], *DECLARED[request.param])  # noqa: E731
-    return build_once(f"ends-{request.param}", build), EFFECTIVE[request.param]
+@dataclass(frozen=True)
+class Ends:
+    """Answers without an end, and a token that they first say at many different places."""
+
+    prompts: list[list[int]]
+    endless: list[list[int]]
+    end: int
+    other: int
 
 
-def end_prompts() -> list[list[int]]:
-    """Prompts that start at each step before an end token, so that it comes up at every place in a block."""
-    best = mix.mix_table().full().argmax(-1).tolist()
-    chain = [300]
-    while len(chain) < mix.NUM_LIVE:
-        chain.append(best[chain[-1]])
-    at = [chain.index(end) for end in ENDS]
-    return [[305, chain[(i - back) % len(chain)]] for i in at for back in range(1, 15)]
+@pytest.fixture
+def ends(mix_folders: dict[str, Path], build_once: Callable[..., Any], runner: OpenRunner) -> Ends:
+    return build_once("ends", lambda _: choose_ends(runner(mix_folders["target"], mix_folders["oracle"])))
+
+
+def choose_ends(opened: Runner) -> Ends:
+    prompts = random_prompts(60, 12, seed=2)
+    options = {"mode": "off", "max_tokens": MAX_TOKENS, "ignore_eos": True}
+    endless = opened.ids({"prompt_ids": p, **options} for p in prompts)
+    places = {token: {run.index(token) for run in endless if token in run} for run in endless for token in run}
+    end, other = sorted(places, key=lambda token: -len(places[token]))[:2]
+    assert len(places[end]) >= 15, "no token comes up at enough places to test anything"
+    return Ends(prompts, endless, end, other)
 
 
 @pytest.mark.parametrize("kind", ["oracle", "half"])
+@pytest.mark.parametrize("declared", DECLARED)
 def test_answer_is_the_plain_one_up_to_its_first_end_token(
-    ended: tuple[Path, int], kind: str, mix_folders: dict[str, Path], runner: OpenRunner
+    declared: str,
+    kind: str,
+    ends: Ends,
+    mix_folders: dict[str, Path],
+    build_once: Callable[..., Any],
+    runner: OpenRunner,
 ) -> None:
-    target, end = ended
+    eos = DECLARED[declared](ends.end, ends.other)
+    target = build_once(f"ends-{declared}", lambda folder: with_ends(folder, mix_folders["target"], *eos))
     opened = runner(target, mix_folders[kind], concurrency=16)
-    prompts = end_prompts()
-    endless = opened.ids(
-        {"prompt_ids": p, "mode": "off", "max_tokens": MAX_TOKENS, "ignore_eos": True} for p in prompts
-    )
-    hits = {run.index(end) for run in endless if end in run}
-    assert len(hits) >= 10, "the end token comes up at too few places to test anything"
     for number, mode in enumerate(ALL_MODES):
         lines = [
             {"prompt_ids": p, "mode": mode, "max_tokens": MAX_TOKENS, "block_size": 1 + (n + number) % 5}
-            for n, p in enumerate(prompts)
+            for n, p in enumerate(ends.prompts)
         ]
-        for outcome, run in zip(opened.watch(lines), endless, strict=True):
-            check_end(outcome, run, end)
+        for outcome, run in zip(opened.watch(lines), ends.endless, strict=True):
+            check_end(outcome, run, ends.end)
 
 
 def check_end(outcome: Outcome, endless: list[int], end: int) -> None:
