@@ -87,7 +87,7 @@ def find_model(argument: str | None, paths: Paths) -> ModelRef:
 def parse_hub_name(text: str) -> HubSource:
     """``hf:org/repo``, ``hf:org/repo@revision`` or ``hf:org/repo/file.gguf``."""
     match = _HUB_NAME.fullmatch(text.removeprefix("hf:").removesuffix("/"))
-    if match is None:
+    if match is None or ".." in re.split(r"[/@]", text):
         raise UsageError(f"{text!r} is not a hub name; give hf:org/repo or hf:org/repo@revision")
     return HubSource(match["repo"], match["revision"] or "main", match["file"])
 

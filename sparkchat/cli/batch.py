@@ -133,8 +133,13 @@ class _Batch:
         if self.config.trace_path is not None:
             from sparkchat.trace import TraceWriter
 
-            self.trace = TraceWriter(self.config.trace_path, self.config.trace_force)
-            self.trace.event(ready)
+            self.trace = TraceWriter(self.config.trace_path, self.config.trace_force, argv=self.config.argv)
+            self._record(ready)
+
+    def _record(self, event: dict[str, Any]) -> None:
+        lost = self.trace.event(event) if self.trace is not None else None
+        if lost is not None:
+            note(lost)
 
     def _read(self, stdin: int) -> bool:
         """Take what has arrived; False at the end of input."""
@@ -171,8 +176,7 @@ class _Batch:
             raise EngineCrash("the engine ended before every request was answered")
         for event in events:
             self._raise_if_ended(event)
-            if self.trace is not None:
-                self.trace.event(event)
+            self._record(event)
             if event["event"] == "end":
                 self.by_id.pop(event["id"]).result = event["result"]
             elif event["event"] == "notice" and self.config.verbose:

@@ -25,9 +25,18 @@ def note(text: str) -> None:
     sys.stderr.flush()
 
 
+def block(text: str) -> None:
+    """Several lines of data, laid out by the caller."""
+    data("\n".join(_escaped(line) for line in text.split("\n")))
+
+
 def printable(text: str) -> str:
     """The text on one line, its control characters and lone surrogates written out."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in " ".join(text.split()))
+    return _escaped(" ".join(text.split()))
+
+
+def _escaped(line: str) -> str:
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -1,0 +1,195 @@
+"""Profiles: every key is checked, every value says where it came from, and the order of the layers holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from cli.conftest import Cli
+
+from sparkchat.catalog import find_drafter, find_model, load_profile, profile_files
+from sparkchat.errors import SparkchatError, UsageError
+from sparkchat.params import CostTable
+from sparkchat.paths import user_paths
+from sparkchat.profile import HubSource, WheelSource, read_profile
+
+Write = Callable[[str, str], Path]
+
+
+def test_every_shipped_profile_is_valid_and_pinned() -> None:
+    names = list(profile_files(user_paths()))
+    assert "smollm2-135m" in names
+    for name in names:
+        profile = load_profile(name, user_paths())
+        assert profile is not None
+        assert profile.get("model.label") and profile.get("model.licence")
+        for source in (*profile.get("model.sources"), *profile.get("drafter.sources", ())):
+            assert isinstance(source, WheelSource) or (isinstance(source, HubSource) and source.is_pinned), source
+
+
+def test_the_embedded_model_prefers_the_small_file_and_sends_no_system_text() -> None:
+    profile = load_profile("smollm2-135m", user_paths())
+    assert profile is not None
+    first, second, *_ = profile.get("model.sources")
+    assert first.sha256 == second.sha256 and first.size == second.size
+    template = profile.get("model.chat_template")
+    from jinja2 import Template
+
+    text = Template(template).render(messages=[{"role": "user", "content": "Hi"}], add_generation_prompt=True)
+    assert text == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[modle]\npath = 'x'", ("'modle'", "did you mean 'model'")),
+        ("[run]\ntemprature = 1.0", ("'temprature'", "[run]", "did you mean 'temperature'")),
+        ("[speculation]\ntemperature = [1.0]", ("did you mean 'temperatures'",)),
+        ("[speculation.cost_table.cpu]\nrow = [1]\nstep_ms = [1.0]", ("'row'", "did you mean 'rows'")),
+        ("[run]\nmode = 'fast'", ("'mode'", "'fast'", "off, static, compact, cap-accept")),
+        ("[run]\ntemperature = 'hot'", ("'temperature'", "'hot'", "a finite number")),
+        ("[run]\ntemperature = nan", ("'temperature'", "a finite number")),
+        ("[run]\ntop_p = 2.0", ("top_p 2.0", "at most 1")),
+        ("[run]\nthink = 1", ("'think'", "true or false")),
+        ("[run]\nmax_tokens = 0", ("max_tokens 0", "1 or more")),
+        ("[run]\ncontext = true", ("'context'", "a whole number")),
+        ("model = 3", ("'model' must be a table", "[model]")),
+        ("[model]\npath = ''", ("'path'", "not empty")),
+        ("[model]\npath = 'a'\n[[model.sources]]\nkind = 'hub'\nrepo = 'a/b'", ("path and sources", "one of them")),
+        ("[[model.sources]]\nkind = 'torrent'", ("'torrent'", "hub, wheel")),
+        ("[[model.sources]]\nkind = 'hub'\nrepo = 'a/b'\nsha256 = 'zz'", ("sha256", "64 lower-case")),
+        ("[[model.sources]]\nkind = 'wheel'\npackage = 'p'", ("version", "missing")),
+        ("[drafter]\nkind = 'eagle'", ("'eagle'", "dspark, mtp")),
+        ("[drafter]\nblock_size = 0", ("'block_size'", "1 or more")),
+        ("[speculation]\ntemperatures = [1.0, 0.0]", ("'temperatures'", "above 0")),
+        ("[speculation]\ntemperatures = []", ("'temperatures'", "one per draft position")),
+        ("[speculation]\ncost_table = 3", ("[speculation.cost_table.cpu]",)),
+        ("[speculation.cost_table]\ncpu = [1]", ("cpu", "rows and step_ms")),
+        ("[speculation.cost_table.cpu]\nrows = [1, 2]\nstep_ms = [1.0]", ("2 rows and 1 step_ms",)),
+        ("[speculation.cost_table.cpu]\nrows = [2, 1]\nstep_ms = [1.0, 2.0]", ("increase",)),
+        ("[speculation.cost_table.cpu]\nrows = [0, 1]\nstep_ms = [1.0, 2.0]", ("start at 1",)),
+        ("[speculation.cost_table.cpu]\nrows = [1.5]\nstep_ms = [1.0]", ("rows", "whole numbers")),
+        ("[speculation.cost_table.cpu]\nrows = [1]\nstep_ms = [inf]", ("step_ms", "above 0")),
+        ("[speculation.cost_table.cpu]\nrows = []\nstep_ms = []", ("0 rows",)),
+        ("[run", ("not valid TOML",)),
+    ],
+)
+def test_a_wrong_profile_is_refused_in_one_line(
+    write_profile: Write, main: Cli, text: str, words: tuple[str, ...]
+) -> None:
+    file = write_profile("mine", text)
+    done = main("show", "mine")
+    assert done.code == 2
+    for word in (str(file), *words):
+        assert word in done.error
+
+
+def test_bytes_that_are_not_text_are_refused(profiles: Path, main: Cli) -> None:
+    (profiles / "mine.toml").write_bytes(b"\xff\xfe\x00")
+    assert "not UTF-8" in main("show", "mine").error
+
+
+def test_one_broken_profile_does_not_hide_the_others(write_profile: Write, main: Cli) -> None:
+    write_profile("broken", "[run")
+    names = {entry["name"]: entry["state"] for entry in main("list", "--json").json}
+    assert names["broken"].startswith("broken: ")
+    assert names["smollm2-135m"] == "not fetched"
+
+
+def test_paths_in_a_profile_are_relative_to_it(write_profile: Write, profiles: Path) -> None:
+    (profiles / "weights").mkdir()
+    (profiles / "weights" / "config.json").write_text("{}")
+    (profiles / "draft").mkdir()
+    (profiles / "draft" / "config.json").write_text("{}")
+    write_profile("mine", "[model]\npath = 'weights'\n[drafter]\npath = 'draft'\n")
+    model = find_model("mine", user_paths())
+    assert model.path == profiles / "weights"
+    assert find_drafter(None, model, user_paths()).path == profiles / "draft"
+
+
+def test_cost_tables_are_kept_by_device_name(write_profile: Write) -> None:
+    file = write_profile(
+        "mine",
+        """
+        [speculation]
+        temperatures = [1, 1.5]
+        [speculation.cost_table.cpu]
+        rows = [1, 2, 3]
+        step_ms = [1.0, 2.0, 2.2]
+        [speculation.cost_table."NVIDIA H200"]
+        rows = [1]
+        step_ms = [1]
+        """,
+    )
+    values = read_profile(file, "user").values
+    assert values["speculation.cost_table.cpu"] == CostTable((1, 2, 3), (1.0, 2.0, 2.2))
+    assert values["speculation.cost_table.NVIDIA H200"] == CostTable((1,), (1.0,))
+    assert values["speculation.temperatures"] == (1.0, 1.5)
+
+
+def test_a_user_profile_lies_over_the_shipped_one_key_by_key(write_profile: Write, model_folder: Path) -> None:
+    file = write_profile("smollm2-135m", f"[model]\npath = '{model_folder}'\n[run]\ntemperature = 0.1\n")
+    profile = load_profile("smollm2-135m", user_paths())
+    assert profile is not None
+    assert profile.settings["run.temperature"].source == f"profile {file}"
+    assert profile.settings["run.top_p"].source == "shipped profile smollm2-135m"
+    assert profile.get("model.path") == model_folder
+    assert profile.get("model.sources") is None
+
+
+def settings(main: Cli, name: str) -> dict[str, tuple[object, str]]:
+    report = main("show", name, "--resolved", "--json").json
+    return {key: (entry["value"], entry["source"]) for key, entry in report["settings"].items()}
+
+
+def test_resolved_names_the_source_of_every_value(
+    main: Cli, write_profile: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = write_profile("smollm2-135m", "[run]\ntop_p = 0.8\nmode = 'compact'\n[drafter]\nblock_size = 3\n")
+    monkeypatch.setenv("SPARKCHAT_MODE", "static")
+    monkeypatch.setenv("SPARKCHAT_LOGIT_BIAS", "5=1.5,7=-2")
+    found = settings(main, "smollm2-135m")
+    assert found["temperature"] == (0.5, "shipped profile smollm2-135m")
+    assert found["top_p"] == (0.8, f"profile {file}")
+    assert found["block_size"] == (3, f"profile {file}")
+    assert found["mode"] == ("static", "environment SPARKCHAT_MODE")
+    assert found["logit_bias"] == ([[5, 1.5], [7, -2.0]], "environment SPARKCHAT_LOGIT_BIAS")
+    assert found["min_p"] == (0.0, "default")
+    assert all(source for _, source in found.values())
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("SPARKCHAT_TEMPERATURE", "warm"),
+        ("SPARKCHAT_MODE", "fast"),
+        ("SPARKCHAT_IGNORE_EOS", "maybe"),
+        ("SPARKCHAT_TOP_K", "1.5"),
+    ],
+)
+def test_a_wrong_variable_is_named(main: Cli, monkeypatch: pytest.MonkeyPatch, variable: str, value: str) -> None:
+    monkeypatch.setenv(variable, value)
+    done = main("show", "smollm2-135m", "--resolved")
+    assert (done.code, variable in done.error, value in done.error) == (2, True, True)
+
+
+def test_a_misspelt_variable_is_pointed_out(main: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPARKCHAT_TEMPRATURE", "1")
+    monkeypatch.setenv("SPARKCHAT_HARNESS", "1")
+    done = main("paths")
+    assert done.code == 0
+    assert "did you mean SPARKCHAT_TEMPERATURE" in done.error
+    assert "HARNESS" not in done.err
+
+
+def test_a_profile_that_names_no_model_is_refused(write_profile: Write) -> None:
+    write_profile("mine", "[run]\ntemperature = 1.0")
+    with pytest.raises(UsageError, match=r"names no model; give it \[model\] path"):
+        find_model("mine", user_paths())
+
+
+def test_an_mtp_drafter_is_refused_rather_than_ignored(write_profile: Write, model_folder: Path) -> None:
+    write_profile("mine", f"[model]\npath = '{model_folder}'\n[drafter]\nkind = 'mtp'\n")
+    with pytest.raises(SparkchatError, match="mtp drafter"):
+        find_drafter(None, find_model("mine", user_paths()), user_paths())
