@@ -58,6 +58,7 @@ def read_metadata(path: Path) -> GgufMetadata:
             for _ in range(num_values):
                 key = cursor.string()
                 values[key] = cursor.value(cursor.scalar("I"))
+            _check_types(path, values)
             return GgufMetadata(values, hashlib.sha256(data[: cursor.offset]).hexdigest())
     except (struct.error, ValueError, KeyError, MemoryError) as error:
         raise DamagedFile(f"{path} is not a complete GGUF file ({error}); download it again") from None
@@ -94,8 +95,10 @@ class _Cursor:
         return self.scalar(_SCALARS[kind])
 
     def _array(self, kind: int, count: int) -> list[Any]:
-        if kind in (_STRING, _ARRAY):
-            return [self.value(kind) for _ in range(count)]
+        if kind == _ARRAY:
+            raise ValueError("an array of arrays, which no known file has")
+        if kind == _STRING:
+            return [self.string() for _ in range(count)]
         layout = f"<{count}{_SCALARS[kind]}"
         values = struct.unpack_from(layout, self._data, self.offset)
         self.offset += struct.calcsize(layout)
@@ -105,7 +108,6 @@ class _Cursor:
 def build_tokenizer(path: Path, metadata: GgufMetadata, cache_dir: Path | None) -> tuple[Any, tuple[str, ...]]:
     """(transformers tokenizer, notices). Raises DamagedFile when the vocabulary does not fit together."""
     values = metadata.values
-    _check_types(path, values)
     kind, pre = values["tokenizer.ggml.model"], values.get("tokenizer.ggml.pre", "default")
     layout = _LAYOUTS.get(pre) if kind == "gpt2" else None
     if layout is not None:
@@ -120,6 +122,7 @@ def build_tokenizer(path: Path, metadata: GgufMetadata, cache_dir: Path | None) 
 
 
 def _check_types(path: Path, values: dict[str, Any]) -> None:
+    """What is read of the tokenizer section has the types it should have."""
     want: dict[str, type] = {"tokens": str, "merges": str, "token_type": int, "scores": float}
     for name, kind in want.items():
         found = values.get(f"tokenizer.ggml.{name}", [])
@@ -128,13 +131,17 @@ def _check_types(path: Path, values: dict[str, Any]) -> None:
     for name in ("bos", "eos", "unknown", "padding", "eot", "eom"):
         if not isinstance(values.get(f"tokenizer.ggml.{name}_token_id", 0), int):
             raise DamagedFile(f"{path} has a {name} token id that is no number; download it again")
+    for name in ("ggml.model", "ggml.pre", "chat_template"):
+        if not isinstance(values.get(f"tokenizer.{name}", ""), str):
+            raise DamagedFile(f"{path} has a tokenizer.{name} that is no text; download it again")
 
 
 def end_token_ids(values: dict[str, Any]) -> tuple[int, ...]:
     """Ids that end an answer: those the metadata names, and turn-end markers in the vocabulary."""
     named = {values.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")} - {None}
     tokens, types = values.get("tokenizer.ggml.tokens", []), values.get("tokenizer.ggml.token_type", [])
-    marked = {i for i, kind in enumerate(types) if kind == _CONTROL and tokens[i] in _TURN_ENDS}
+    pairs = enumerate(zip(tokens, types, strict=False))
+    marked = {token_id for token_id, (token, kind) in pairs if kind == _CONTROL and token in _TURN_ENDS}
     return tuple(sorted(named | marked))
 
 
