@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
 from fixtures.tokenizer import (
     CHATML,
     CHATML_ALTERNATING,
@@ -17,9 +20,6 @@ from fixtures.tokenizer import (
     byte_alphabet,
     write_tokenizer,
 )
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerFast
-
 from sparkchat.chat import RenderedPrompt, encode_text, render_prompt, template_kind
 from sparkchat.errors import UsageError
 

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from fixtures.tokenizer import byte_alphabet, spell
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
+from fixtures.tokenizer import byte_alphabet, spell
 from sparkchat.detokenize import MAX_HELD, Detokenizer, decode_all, special_token_ids, token_text
 
 SCRIPTS = {

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fixtures.tokenizer import CHATML, CHATML_OPEN_THINKING, END_THINK, THINK, TokenizerSpec, write_tokenizer
 
+from fixtures.tokenizer import CHATML, CHATML_OPEN_THINKING, END_THINK, THINK, TokenizerSpec, write_tokenizer
 from sparkchat.chat import ThinkingSplitter, find_thinking_tags, prompt_opens_thinking, render_prompt
 from sparkchat.detokenize import Detokenizer
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import gguf
 import pytest
-from fixtures.tokenizer import CHATML, IM_END, TokenizerSpec, byte_alphabet, write_tokenizer
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from fixtures.tokenizer import CHATML, IM_END, TokenizerSpec, byte_alphabet, write_tokenizer
 from sparkchat.chat import load_tokenizer, render_prompt
 from sparkchat.detokenize import decode_all
 from sparkchat.errors import DamagedFile, ModelNotFound

@@ -7,8 +7,8 @@ import random
 from pathlib import Path
 
 import pytest
-from fixtures.trace_sessions import Answer, ready, side_by_side
 
+from fixtures.trace_sessions import Answer, ready, side_by_side
 from sparkchat.errors import DamagedFile, SparkchatError, UsageError
 from sparkchat.trace import TraceWriter, read_trace, summarize, verify
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fixtures.trace_sessions import Answer, ready
 
+from fixtures.trace_sessions import Answer, ready
 from sparkchat.trace import Trace, TraceWriter, read_trace, summarize
 from sparkchat.trace.calibration import area_under_curve, calibration, expected_calibration_error, observations
 

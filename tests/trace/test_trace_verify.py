@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fixtures.trace_sessions import Answer, ready, side_by_side
 
+from fixtures.trace_sessions import Answer, ready, side_by_side
 from sparkchat.trace import TraceWriter, verify
 
 Lines = list[dict[str, Any]]

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fixtures.trace_sessions import Answer, ready, side_by_side
 
+from fixtures.trace_sessions import Answer, ready, side_by_side
 from sparkchat.errors import SparkchatError, UsageError
 from sparkchat.trace import SCHEMA, TraceWriter, read_trace, verify
 from sparkchat.trace.writer import prompt_sha256
