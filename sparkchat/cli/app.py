@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 import sparkchat
-from sparkchat.cli import batch, doctor, models, run, trace
+from sparkchat.cli import batch, doctor, models, run, trace, train
 from sparkchat.cli.arguments import Session
 from sparkchat.cli.output import data, note, printable
 from sparkchat.errors import Interrupted, UsageError
@@ -50,6 +50,7 @@ run.register(app)
 batch.register(app)
 models.register(app)
 trace.register(app)
+train.register(app)
 doctor.register(app)
 
 

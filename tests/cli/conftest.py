@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from cli.mock_hub import Hub, Repo, start_hub
 
 

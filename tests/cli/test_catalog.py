@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from cli.conftest import Cli
 
+from cli.conftest import Cli
 from sparkchat.catalog import DEFAULT_MODEL, find_drafter, find_model
 from sparkchat.errors import DamagedFile, ModelNotFound, UsageError
 from sparkchat.paths import user_paths

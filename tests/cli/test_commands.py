@@ -8,9 +8,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from cli.conftest import Cli, child_environment, command
 
 import sparkchat
+from cli.conftest import Cli, child_environment, command
 from sparkchat.paths import user_paths
 
 

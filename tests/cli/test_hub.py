@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+
 from cli.conftest import Cli, child_environment, command, model_files, safetensors_bytes
 from cli.mock_hub import GOOD_TOKEN, Hub, Repo, sha256
 

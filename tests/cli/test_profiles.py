@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from cli.conftest import Cli
 
+from cli.conftest import Cli
 from sparkchat.catalog import find_drafter, find_model, load_profile, profile_files
 from sparkchat.errors import SparkchatError, UsageError
 from sparkchat.params import CostTable

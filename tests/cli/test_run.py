@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli.conftest import Cli, child_environment, command
 
+from cli.conftest import Cli, child_environment, command
 from sparkchat.config import RunConfig
 from sparkchat.params import CostTable
-
 
 EVERY_FLAG = """
 --mode compact --block-size 3 --temperature 0.7 --top-p 0.9 --top-k 40 --min-p 0.05 --repetition-penalty 1.2
