@@ -45,8 +45,8 @@ class SparkApp(App[int]):
     CSS_PATH = "sparkchat.tcss"
     TITLE = "sparkchat"
     COMMAND_PALETTE_BINDING = "f10"
-    HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (100, "-wide")]
-    VERTICAL_BREAKPOINTS = [(0, "-short"), (18, "-tall")]
+    HORIZONTAL_BREAKPOINTS: ClassVar[list[tuple[int, str]]] = [(0, "-narrow"), (100, "-wide")]
+    VERTICAL_BREAKPOINTS: ClassVar[list[tuple[int, str]]] = [(0, "-short"), (18, "-tall")]
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape", "stop", "stop the answer", id="answer.stop"),
         Binding(

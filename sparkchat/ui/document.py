@@ -21,7 +21,7 @@ Syntax = Literal["markdown", "plain"]
 class Line:
     """One source line: its shown pieces and where its rows start."""
 
-    __slots__ = ("_offsets", "display", "first_row", "formatted", "row_starts", "rendered", "section", "start", "text")
+    __slots__ = ("_offsets", "display", "first_row", "formatted", "rendered", "row_starts", "section", "start", "text")
 
     def __init__(self, section: Section, start: int, text: str, formatted: FormattedLine, width: int) -> None:
         self.section = section

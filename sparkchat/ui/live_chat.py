@@ -247,14 +247,14 @@ class LiveChat:
     # What the engine says
 
     def receive(self, batch: Batch) -> None:
+        # First, because the end of the answer may be among the items, and its numbers stay on the screen.
+        if self.active is not None and (snapshot := batch.stats.get(self.active.turn.request_id)):
+            self._show_numbers(snapshot)
         for item in batch.items:
             if isinstance(item, TextUpdate):
                 self._take_text(item)
             else:
                 self._take_event(item)
-        active = self.active
-        if active is not None and (snapshot := batch.stats.get(active.turn.request_id)):
-            self._show_numbers(snapshot)
         self._view.transcript.update_rows()
         self.refresh_bars()
 

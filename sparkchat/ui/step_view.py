@@ -126,7 +126,7 @@ def _shortened(rows: list[Row], height: int, width: int, glyphs: Glyphs) -> list
 
 def strip_rows(marks: Sequence[StepMark], width: int, height: int, glyphs: Glyphs) -> list[Row]:
     """The last steps, one column each: how many drafts were verified, and how many of them were accepted."""
-    if height <= 0 or width < 8:
+    if height <= 0 or width < 8 or not marks:
         return []
     shown = marks[-width:]
     levels = max((mark.verify_len for mark in shown), default=0)
@@ -176,6 +176,8 @@ def _lost_text(step: dict[str, Any]) -> str:
 
 def panel_rows(snapshot: Snapshot, width: int, height: int, glyphs: Glyphs) -> list[Row]:
     """The whole panel: side by side when it is wide, one above the other when it is tall."""
+    if snapshot.step is None:
+        return step_rows(snapshot, width, height, glyphs)
     if width >= 70:
         left_width = min(width // 2, 48)
         right_width = width - left_width - 2

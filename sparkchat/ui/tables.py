@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from itertools import pairwise
 
 from sparkchat.ui.glyphs import Glyphs
 from sparkchat.ui.markdown import FormattedLine, MarkdownFormatter, Piece
@@ -53,7 +54,7 @@ def _cells(line: str) -> list[tuple[int, int]]:
     """Source spans of the cells of one row, without the blanks around them."""
     cuts = [m.start() for m in _PIPE.finditer(line)]
     edges = [-1, *cuts, len(line)]
-    spans = [(a + 1, b) for a, b in zip(edges, edges[1:], strict=False)]
+    spans = [(a + 1, b) for a, b in pairwise(edges)]
     if spans and not line[slice(*spans[0])].strip():
         spans = spans[1:]
     if len(spans) > 1 and not line[slice(*spans[-1])].strip():
