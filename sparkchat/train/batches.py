@@ -81,11 +81,11 @@ class BatchStream:
         for number, wave in enumerate(self.waves):
             rows, length = wave.ids.shape
             size = min(rows, max(1, self.recipe.tokens_per_batch // length))
-            order = torch.randperm(rows, generator=self.random)
+            # Moved once an epoch: a copy to the device in each step would wait for the step before.
+            order = torch.randperm(rows, generator=self.random).to(self.device)
             pieces += [(number, order[i : i + size]) for i in range(0, rows - size + 1, size)]
         for index in torch.randperm(len(pieces), generator=self.random).tolist():
             number, rows = pieces[index]
-            rows = rows.to(self.device)
             yield self.batch(self.waves[number].ids[rows].long(), self.waves[number].is_answer[rows])
 
     def batch(self, ids: Tensor, is_answer: Tensor) -> Batch:
@@ -129,7 +129,9 @@ def choose_draft_vocabulary(counts: Tensor, size: int, required: tuple[int, ...]
     Raises UsageError when the target has fewer ids than asked for.
     """
     if size > counts.shape[0] or size < len(required):
-        raise UsageError(f"draft vocabulary of {size}: the target has {counts.shape[0]} ids, {len(required)} of them needed")
+        raise UsageError(
+            f"draft vocabulary of {size}: the target has {counts.shape[0]} ids, {len(required)} of them needed"
+        )
     ranked = counts.clone()
     ranked[list(required)] = counts.max() + 1
     return ranked.argsort(descending=True, stable=True)[:size].sort().values

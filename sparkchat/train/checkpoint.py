@@ -67,7 +67,9 @@ def drafter_config(drafter: TrainingDrafter, num_anchors: int) -> dict[str, obje
     }
 
 
-def save_state(path: Path, drafter: TrainingDrafter, optimizer: torch.optim.Optimizer, progress: dict[str, object]) -> None:
+def save_state(
+    path: Path, drafter: TrainingDrafter, optimizer: torch.optim.Optimizer, progress: dict[str, object]
+) -> None:
     """Everything a later cycle needs: fp32 weights, optimiser moments, the draft vocabulary and counters."""
     partial = path.with_suffix(".part")
     torch.save({"drafter": drafter.state_dict(), "optimizer": optimizer.state_dict(), **progress}, partial)

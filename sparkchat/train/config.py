@@ -12,7 +12,7 @@ class DrafterShape:
     num_layers: int = 2
     block_size: int = 7
     markov_rank: int = 128
-    draft_vocab_size: int = 14336
+    draft_vocab_size: int = 16384
     """Rows of the drafter's output vocabulary; the most frequent target ids and every end token."""
     num_taps: int = 5
     mask_token_id: int | None = None

@@ -63,7 +63,7 @@ def sample(logits: Tensor, temperature: Tensor, top_p: Tensor) -> Tensor:
     for candidate in reversed(range(_CANDIDATES)):
         ids = draws[:, candidate]
         own = probs.gather(1, ids[:, None])
-        above = torch.where(probs > own, probs, 0.0).sum(dim=-1)
+        above = (probs * (probs > own)).sum(dim=-1)
         chosen = torch.where((above < top_p) & (own[:, 0] > 0), ids, chosen)
     return chosen
 
@@ -88,11 +88,11 @@ class LockstepWriter:
         self.ids = torch.zeros(num_rows, length, dtype=torch.int64, device=device)
         self.is_answer = torch.zeros(num_rows, length, dtype=torch.bool, device=device)
         self.ids[:, 0] = self.token
-        self.rows = torch.arange(num_rows, device=device)
         self.start_state = [x.clone() for x in self._state()]
 
     def _state(self) -> list[Tensor]:
-        return [self.position, self.segment, self.cursor, self.cursor_end, self.voice, self.turn_len, self.token, self.seen]
+        place = [self.position, self.segment, self.cursor, self.cursor_end]
+        return [*place, self.voice, self.turn_len, self.token, self.seen]
 
     def reset(self) -> None:
         for value, start in zip(self._state(), self.start_state, strict=True):
@@ -101,7 +101,7 @@ class LockstepWriter:
     @torch.inference_mode()
     def step(self) -> None:
         """Writes position + 1 of every row; all state changes in place, so the step can be captured."""
-        self.seen[self.rows, self.token] = True
+        self.seen.scatter_(1, self.token[:, None], True)
         hidden = self.target.decode(self.token, self.position, self.cache)
         sampled = self._sampled((hidden @ self.target.head.T).float())
         is_forced = self.cursor < self.cursor_end
@@ -112,18 +112,18 @@ class LockstepWriter:
         self.is_answer.index_copy_(1, self.position, (~is_forced & (self.voice != USER))[:, None])
         self.token.copy_(token)
         self.cursor += is_forced
-        self.turn_len.copy_(torch.where(is_forced, 0, self.turn_len + 1))
+        self.turn_len.add_(1).masked_fill_(is_forced, 0)
         self._open_segments(~is_forced & (token == self.end_id))
 
     def _sampled(self, logits: Tensor) -> Tensor:
         is_user = self.voice == USER
         settings = self.sampling
-        penalty = torch.where(is_user, 1.0, settings.repetition_penalty)[:, None]
+        penalty = settings.repetition_penalty.masked_fill(is_user, 1.0)[:, None]
         logits = torch.where(self.seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
         logits = logits.index_fill(1, self.banned, float("-inf"))
-        temperature = torch.where(is_user, 1.0, settings.temperature)
-        ids = sample(logits, temperature, torch.where(is_user, 0.95, settings.top_p))
-        return torch.where(is_user & (self.turn_len >= _LONGEST_USER_TURN), self.end_id, ids)
+        temperature = settings.temperature.masked_fill(is_user, 1.0)
+        ids = sample(logits, temperature, settings.top_p.masked_fill(is_user, 0.95))
+        return ids.masked_fill(is_user & (self.turn_len >= _LONGEST_USER_TURN), self.end_id)
 
     def _open_segments(self, ended: Tensor) -> None:
         """Moves rows whose turn ended on to their next segment."""
@@ -152,4 +152,3 @@ class LockstepWriter:
         with torch.cuda.graph(graph):
             self.step()
         return graph.replay
-

@@ -5,9 +5,9 @@ A share of the templates and of every topic list is held out: evaluation prompts
 
 import random
 import re
+import tomllib
 from dataclasses import dataclass
-
-from sparkchat.train.topics import TOPICS
+from pathlib import Path
 
 _HELD_OUT_EVERY = 8
 
@@ -248,7 +248,8 @@ def prompt_books() -> tuple[PromptBook, PromptBook]:
     training, held_out = [], []
     for is_held_out, book in ((False, training), (True, held_out)):
         book += [_part(x, is_held_out) for x in (TEMPLATES, FOLLOW_UPS, SYSTEM_PROMPTS)]
-    topics = [{slot: _part(words, side) for slot, words in TOPICS.items()} for side in (False, True)]
+    slots = tomllib.loads((Path(__file__).parent / "topics.toml").read_text(encoding="utf-8"))
+    topics = [{slot: _part(tuple(words), side) for slot, words in slots.items()} for side in (False, True)]
     return PromptBook(*training, topics[0]), PromptBook(*held_out, topics[1])
 
 

@@ -108,7 +108,8 @@ class Simulator:
     def _draft(self) -> tuple[Tensor, list[Tensor], Tensor]:
         """ids [R, g] in the target's vocabulary, their laws g x [R, Vd], confidence logits [R, g]."""
         hidden = self._backbone()
-        base = product_fp32(hidden.flatten(0, 1), self.head.weight[: self.head.draft_size]).unflatten(0, hidden.shape[:2])
+        weight = self.head.weight[: self.head.draft_size]
+        base = product_fp32(hidden.flatten(0, 1), weight).unflatten(0, hidden.shape[:2])
         w2 = self.drafter.markov_head.markov_w2.weight.to(hidden.dtype)
         previous, seen = self.ids[self.rows, self.anchor], self.seen.clone()
         ids, laws, confidence = [], [], []

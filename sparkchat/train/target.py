@@ -47,6 +47,9 @@ class RowCache:
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, q [B, n, H, D], k [B, n, K, D], v [B, n, K, D]) -> [B, n, H, D]"""
 
+LayerParts = tuple[Callable[..., tuple[Tensor, Tensor, Tensor]], Callable[..., Tensor]]
+"""What a layer does before and after its attention."""
+
 
 class Target:
     """A frozen dense decoder (llama or qwen3) with taps on its layer outputs."""
@@ -64,6 +67,7 @@ class Target:
         self.norm = take("norm.weight")
         self.layers = [_take_layer(take, weights, i) for i in range(shape.num_layers)]
         self.cos, self.sin = rope_tables(shape.head_dim, shape.rope_theta, shape.max_context, device, dtype)
+        self._whole_sequence_parts: LayerParts = (self._project, self._mix)
 
     def forward(self, ids: Tensor, tap_layers: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         """Causal pass over whole sequences ids [B, L].
@@ -72,7 +76,8 @@ class Target:
         after the last norm [B, L, d].
         """
         length = ids.shape[1]
-        return self._run(ids, self.cos[:length, None], self.sin[:length, None], _attend_causal, tap_layers)
+        rope = self.cos[:length, None], self.sin[:length, None]
+        return self._run(ids, *rope, _attend_causal, tap_layers, self._whole_sequence_parts)
 
     def forward_cached(
         self, ids: Tensor, positions: Tensor, cache: RowCache, tap_layers: tuple[int, ...] = ()
@@ -90,7 +95,8 @@ class Target:
             _write_rows(values, positions, v)
             return attend_masked(q, keys, values, mask)
 
-        return self._run(ids, self.cos[positions][:, :, None], self.sin[positions][:, :, None], attend, tap_layers)
+        rope = self.cos[positions][:, :, None], self.sin[positions][:, :, None]
+        return self._run(ids, *rope, attend, tap_layers, (self._project, self._mix))
 
     def decode(self, ids: Tensor, position: Tensor, cache: RowCache) -> Tensor:
         """One step of all rows at the same ``position`` (int64 [1], read on the device): ids [R] -> hidden [R, d]."""
@@ -103,25 +109,26 @@ class Target:
             values.index_copy_(2, position, v.transpose(1, 2))
             return decode_attention(q[:, 0], keys, values, position)[:, None]
 
-        return self._run(ids[:, None], cos, sin, attend, ())[1][:, 0]
+        return self._run(ids[:, None], cos, sin, attend, (), (self._project, self._mix))[1][:, 0]
 
     def _run(
-        self, ids: Tensor, cos: Tensor, sin: Tensor, attend: Attend, tap_layers: tuple[int, ...]
+        self, ids: Tensor, cos: Tensor, sin: Tensor, attend: Attend, tap_layers: tuple[int, ...], parts: LayerParts
     ) -> tuple[Tensor, Tensor]:
+        project, mix = parts
         x = F.embedding(ids, self.embedding)
         taps = []
         for index, weights in enumerate(self.layers):
-            q, k, v = self._project(weights, x, cos, sin)
-            x = self._mix(weights, x, attend(index, q, k, v).flatten(-2))
+            q, k, v = project(weights, x, cos, sin)
+            x = mix(weights, x, attend(index, q, k, v).flatten(-2))
             if index in tap_layers:
                 taps.append(x)
         features = torch.cat(taps, dim=-1) if taps else x.new_zeros(0)
         return features, self._normalise(x, self.norm)
 
     def compile_layers(self) -> None:
-        """Fuses the element-wise work of a layer; worth its compile time from a few minutes of training on."""
-        self._project = torch.compile(self._project, dynamic=False)
-        self._mix = torch.compile(self._mix, dynamic=False)
+        """Fuses the element-wise work of whole-sequence passes; pays from a few minutes of training on."""
+        compiled = torch.compile(self._project, dynamic=False), torch.compile(self._mix, dynamic=False)
+        self._whole_sequence_parts = compiled
 
     def _project(self, weights: LayerWeights, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         shape = self.shape

@@ -128,5 +128,5 @@ def launch_block_losses(
     _block_losses[(rows,)](
         z, target, target_rows, labels, weights, ce, l1, grad,
         num_columns, 1.0 / temperature, ce_weight, l1_weight,
-        BLOCK=triton.next_power_of_2(num_columns), num_warps=16,
+        BLOCK=triton.next_power_of_2(num_columns), num_warps=32,
     )  # fmt: skip

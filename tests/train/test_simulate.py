@@ -24,9 +24,7 @@ def test_cold_output_is_the_targets_own(target: Target, drafter: TrainingDrafter
         assert ids[row, : len(text)].tolist() == text
 
 
-def test_sampled_output_follows_the_targets_law(
-    target: Target, drafter: TrainingDrafter, head: VocabularyHead
-) -> None:
+def test_sampled_output_follows_the_targets_law(target: Target, drafter: TrainingDrafter, head: VocabularyHead) -> None:
     """Second and third token of many rows with the same prompt and first token."""
     num_rows = 3000
     torch.manual_seed(0)

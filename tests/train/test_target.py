@@ -61,7 +61,7 @@ def test_rope_permutation_is_undone() -> None:
 
 
 def test_unusable_targets_are_refused(tmp_path: Path, toy_folder: Path) -> None:
-    with pytest.raises(ModelNotFound, match="no config.json"):
+    with pytest.raises(ModelNotFound, match="no config"):
         read_target(tmp_path)
     config = json.loads((toy_folder / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "mamba"}))
@@ -72,7 +72,7 @@ def test_unusable_targets_are_refused(tmp_path: Path, toy_folder: Path) -> None:
         read_target(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "model.safetensors").write_bytes((toy_folder / "model.safetensors").read_bytes()[:5000])
-    with pytest.raises(DamagedFile, match="model.safetensors"):
+    with pytest.raises(DamagedFile, match=r"model\.safetensors"):
         read_target(tmp_path)
 
 

@@ -9,9 +9,9 @@ pytest.importorskip("triton", reason="triton is not installed")
 if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("no GPU, and TRITON_INTERPRET is not set", allow_module_level=True)
 
-from sparkchat.train.decode_attention import decode_attention_reference  # noqa: E402
-from sparkchat.train.losses import SlotTargets, block_losses  # noqa: E402
-from sparkchat.train.triton_kernels import (  # noqa: E402
+from sparkchat.train.decode_attention import decode_attention_reference
+from sparkchat.train.losses import SlotTargets, block_losses
+from sparkchat.train.triton_kernels import (
     launch_block_losses,
     launch_decode_attention,
     launch_target_probabilities,
