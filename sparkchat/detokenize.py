@@ -15,6 +15,7 @@ from __future__ import annotations
 import codecs
 import json
 import re
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from tokenizers import Regex, decoders
@@ -135,8 +136,11 @@ def _split_respelling(steps: list[dict[str, Any]]) -> tuple[_Respelling | None, 
 def _byte_alphabet() -> dict[str, int]:
     """The characters byte-level vocabularies spell bytes with: visible Latin-1 as itself, the rest from U+0100 up."""
     visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    hidden = [byte for byte in range(256) if byte not in visible]
+    hidden = sorted(set(range(256)) - set(visible))
     return {chr(byte): byte for byte in visible} | {chr(256 + n): byte for n, byte in enumerate(hidden)}
+
+
+_BYTE_OF = MappingProxyType(_byte_alphabet())
 
 
 class _ByteLevelStream:
@@ -144,7 +148,6 @@ class _ByteLevelStream:
 
     def __init__(self, respell: _Respelling | None) -> None:
         self._respell = respell
-        self._alphabet = _byte_alphabet()
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token_id: int, token: str) -> str:
@@ -159,7 +162,7 @@ class _ByteLevelStream:
 
     def _bytes(self, token: str) -> bytes:
         try:
-            return bytes([self._alphabet[char] for char in token])
+            return bytes([_BYTE_OF[char] for char in token])
         except KeyError:
             # An added token such as <｜User｜> is spelled in plain characters, outside the byte alphabet.
             return token.encode("utf-8", "replace")
