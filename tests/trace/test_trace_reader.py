@@ -41,7 +41,7 @@ def test_whole_file(path: Path) -> None:
 
 def test_cut_at_every_byte_of_the_last_lines(path: Path) -> None:
     data, lines = path.read_bytes(), lines_of(path)
-    for end in range(len(data) - len(lines[-1]) - len(lines[-2]), len(data)):
+    for end in range(len(data) - len(lines[-1]) - 40, len(data)):
         path.write_bytes(data[:end])
         trace = read_trace(path)
         is_whole = data[:end].endswith(b"\n") or data[end : end + 1] == b"\n"
@@ -139,10 +139,11 @@ HOSTILE = [None, True, -1, 1.5, "x", [], {}, [None], ["x"], [-1], {"a": []}, 10*
 def test_wrong_types_in_any_field_give_a_damaged_line_or_an_answer_never_a_traceback(path: Path) -> None:
     lines = lines_of(path)
     rng = random.Random(0)
-    for position, line in enumerate(lines):
-        fields = json.loads(line)
+    last_of_type = {json.loads(line)["type"]: position for position, line in enumerate(lines)}
+    for position in last_of_type.values():
+        fields = json.loads(lines[position])
         for name in fields:
-            for value in [*rng.sample(HOSTILE, 3), "gone"]:
+            for value in [*rng.sample(HOSTILE, 6), "gone"]:
                 changed = {**fields, name: value}
                 if value == "gone":
                     del changed[name]
