@@ -122,8 +122,7 @@ def _test(
     p_x = torch.zeros_like(q_x)
     if target_argmax is not None:
         p_x = (ids == target_argmax[rows]).double()
-    if p is not None:
-        assert proposal.probs is not None
+    if p is not None and proposal.probs is not None:  # without laws, only greedy requests have drafted
         assert proposal.draft_index is not None
         drawn_from = proposal.probs.gather(2, proposal.draft_index.to(device)[..., None])[..., 0].double()
         q_x = torch.where(is_greedy[:, None], q_x, drawn_from)
