@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import subprocess
 import tempfile
+import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, ClassVar
@@ -14,6 +14,7 @@ from textual.app import App, ComposeResult, SystemCommand
 from textual.binding import Binding, BindingType
 from textual.containers import Container
 from textual.filter import NoColor
+from textual.message import Message
 from textual.screen import Screen
 
 from sparkchat.client import EngineClient
@@ -80,6 +81,9 @@ class SparkApp(App[int]):
         Binding("f10,ctrl+backslash", "command_palette", "command palette", id="palette", priority=True),
     ]
 
+    class EngineNews(Message):
+        """Batches wait to be shown."""
+
     def __init__(self, config: RunConfig, make_engine: Callable[[], Engine], trace: TraceSink) -> None:
         super().__init__()
         self.config = config
@@ -88,7 +92,8 @@ class SparkApp(App[int]):
         self._trace = trace
         self._panel_wish: bool | None = None
         self._quit_armed = False
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._news: list[Batch] = []
+        self._news_lock = threading.Lock()
         self.animation_level = "none"
         self._choose_colors(config)
 
@@ -110,7 +115,6 @@ class SparkApp(App[int]):
         yield PartsBar(self.glyphs, id="status")
 
     def on_mount(self) -> None:
-        self._loop = asyncio.get_running_loop()
         self.set_class(self.config.ascii, "-plain-glyphs")
         self.transcript = self.query_one(Transcript)
         self.panel = self.query_one(StepPanel)
@@ -137,13 +141,17 @@ class SparkApp(App[int]):
     # From the engine's thread
 
     def _deliver(self, batch: Batch) -> None:
-        if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._receive, batch)
+        """Called from the bridge's thread. One message is under way at most: a slow terminal piles up no work."""
+        with self._news_lock:
+            self._news.append(batch)
+            if len(self._news) > 1:
+                return
+        self.post_message(self.EngineNews())
 
-    def _receive(self, batch: Batch) -> None:
-        if self.is_running and hasattr(self, "chat"):
-            with self._context():
-                self.chat.receive(batch)
+    def on_spark_app_engine_news(self) -> None:
+        with self._news_lock:
+            news, self._news = self._news, []
+        self.chat.receive(news)
 
     # live_chat.Desk
 

@@ -5,6 +5,7 @@ No key and no layout is known here; ``app.py`` has those.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -246,7 +247,14 @@ class LiveChat:
 
     # What the engine says
 
-    def receive(self, batch: Batch) -> None:
+    def receive(self, batches: Sequence[Batch]) -> None:
+        """Take over what came since the last time, and draw it once."""
+        for batch in batches:
+            self._take_batch(batch)
+        self._view.transcript.update_rows()
+        self.refresh_bars()
+
+    def _take_batch(self, batch: Batch) -> None:
         # First, because the end of the answer may be among the items, and its numbers stay on the screen.
         if self.active is not None and (snapshot := batch.stats.get(self.active.turn.request_id)):
             self._show_numbers(snapshot)
@@ -255,8 +263,6 @@ class LiveChat:
                 self._take_text(item)
             else:
                 self._take_event(item)
-        self._view.transcript.update_rows()
-        self.refresh_bars()
 
     def _take_text(self, update: TextUpdate) -> None:
         active = self.active

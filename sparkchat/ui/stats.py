@@ -11,6 +11,7 @@ from typing import Any
 
 STRIP_STEPS = 120
 _WINDOW_NS = 1_000_000_000
+_MIN_WINDOW_NS = 100_000_000
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ class AnswerStats:
         elapsed = self._recent[-1][0] - self._recent[0][0]
         # The first entry only marks where the window begins: its tokens came before it.
         tokens = sum(count for _, count in self._recent) - self._recent[0][1]
-        return tokens * 1e9 / elapsed if elapsed > 0 else None
+        return tokens * 1e9 / elapsed if elapsed >= _MIN_WINDOW_NS else None
 
     def _rate_average(self) -> float | None:
         if self._reported is not None:
