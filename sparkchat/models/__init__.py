@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,7 +29,23 @@ def load_target(path: Path, *, device: torch.device, dtype: torch.dtype | None =
     ``dtype`` None is the file's own format on the CPU and bfloat16 on a GPU.
     Raises ModelNotFound, UsageError (architecture or feature not supported) or DamagedFile.
     """
-    path = Path(path)
+    with _one_thread():
+        return _load_target(Path(path), device, dtype)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Loading is many short loops over memory: a second thread gains little, and where another process holds its
+    core every loop waits for a turn of the scheduler."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _load_target(path: Path, device: torch.device, dtype: torch.dtype | None) -> DenseModel:
     if path.is_file() and path.suffix == ".gguf":
         from sparkchat.models.gguf import GgufSource
 
@@ -60,4 +78,5 @@ def load_drafter(path: Path, target: DenseModel, *, device: torch.device, dtype:
     """Load the DSpark drafter in a DeepSpec folder for ``target``. Raises as ``load_target`` does."""
     from sparkchat.models.dspark.drafter import Drafter
 
-    return Drafter.load(Path(path), target, device=device, dtype=dtype)
+    with _one_thread():
+        return Drafter.load(Path(path), target, device=device, dtype=dtype)

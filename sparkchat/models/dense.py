@@ -69,7 +69,8 @@ class DenseModel:
         """``dtype`` None keeps 4 bit codes and makes the rest bf16."""
         shape, vocab = config.decoder, config.vocab_size
         self.device = device
-        table = source.take(f"{prefix}embed_tokens.weight", vocab, shape.hidden_size)
+        # A damaged row of the table ends the requests that use its token, and no others.
+        table = source.take(f"{prefix}embed_tokens.weight", vocab, shape.hidden_size, allow_nan=True)
         self.embedding = Embedding(table, device, dtype or torch.bfloat16)
         self.stack = DecoderStack(source, shape, prefix, device, dtype)
         self._head_weight = self._take_head(source, table, config)

@@ -124,12 +124,20 @@ class GgufHeader:
             self._need(size)
             self._at += size
         elif kind == _STRING:
-            for _ in range(count):
-                size = self._read("Q")
-                self._need(size)
-                self._at += size
+            self._skip_strings(count)
         else:
             raise DamagedFile(f"{self._path}: arrays of type {kind} in the header are unknown; fetch the file again")
+
+    def _skip_strings(self, count: int) -> None:
+        # A vocabulary and its merges are 100,000 strings: no calls in this loop.
+        data, at, end = self._data, self._at, len(self._data)
+        read = struct.Struct("<Q").unpack_from
+        for _ in range(count):
+            if at + 8 > end:
+                break
+            at += 8 + read(data, at)[0]
+        self._at = at
+        self._need(0)
 
     def _tensor(self) -> tuple[str, TensorInfo]:
         name, num_dims = self._string(), self._read("I")
@@ -233,7 +241,7 @@ class GgufSource:
     def __contains__(self, name: str) -> bool:
         return self._stored_name(name) in self._header.tensors
 
-    def take(self, name: str, *shape: int) -> Weight:
+    def take(self, name: str, *shape: int, allow_nan: bool = False) -> Weight:
         stored = self._stored_name(name)
         info = self._header.tensors.get(stored)
         if info is None:
@@ -241,6 +249,8 @@ class GgufSource:
         check_shape(self._path, stored, info.shape, shape)
         self._taken.add(stored)
         weight = self._unpack(stored, info)
+        if allow_nan:
+            return weight
         if isinstance(weight, GroupedWeight):
             for part in (weight.scale, weight.shift):
                 if part is not None:

@@ -30,8 +30,11 @@ class TensorSource(Protocol):
 
     def __contains__(self, name: str) -> bool: ...
 
-    def take(self, name: str, *shape: int) -> Weight:
-        """Return the tensor. Raises DamagedFile when it is missing, of another shape, or not finite."""
+    def take(self, name: str, *shape: int, allow_nan: bool = False) -> Weight:
+        """Return the tensor. Raises DamagedFile when it is missing, of another shape, or not finite.
+
+        ``allow_nan``: where a number that is none harms only what uses it, it is left to be met at run time.
+        """
         ...
 
     def finish(self, ignored: Iterable[str] = ()) -> None:
@@ -64,7 +67,7 @@ class FolderSource:
         """Return the stored format of a tensor by safetensors' name, F32 or BF16; empty when there is none."""
         return str(self._files[self._owner[name]].get_slice(name).get_dtype()) if name in self._owner else ""
 
-    def take(self, name: str, *shape: int) -> Tensor:
+    def take(self, name: str, *shape: int, allow_nan: bool = False) -> Tensor:
         tensor = self._read(name)
         if tensor.dtype not in FLOATS:
             raise UsageError(
@@ -72,7 +75,7 @@ class FolderSource:
                 "weights can be run, so choose an unquantised checkpoint"
             )
         check_shape(self._owner[name], name, tensor.shape, shape)
-        return check_finite(self._owner[name], name, tensor)
+        return tensor if allow_nan else check_finite(self._owner[name], name, tensor)
 
     def take_whole_numbers(self, name: str) -> Tensor:
         """Return a one-dimensional int64 tensor of any length."""

@@ -115,10 +115,13 @@ def load_head(
 
 
 def load_confidence(source: FolderSource, d: int, embedding: Tensor | None, device: torch.device) -> ConfidenceHead:
-    """Take the confidence head's tensors; float32, because calibration works on its logits. Raises DamagedFile."""
+    """Take the confidence head's tensors; float32, because calibration works on its logits. Raises DamagedFile.
+
+    Numbers that are none are let through: a confidence is only advice, and the engine does without it.
+    """
     width = d + (0 if embedding is None else embedding.shape[1])
-    weight = source.take("confidence_head.proj.weight", 1, width)[0].float().to(device)
+    weight = source.take("confidence_head.proj.weight", 1, width, allow_nan=True)[0].float().to(device)
     bias = None
     if "confidence_head.proj.bias" in source:
-        bias = source.take("confidence_head.proj.bias", 1)[0].float().to(device)
+        bias = source.take("confidence_head.proj.bias", 1, allow_nan=True)[0].float().to(device)
     return ConfidenceHead(weight, bias, embedding)
