@@ -71,8 +71,8 @@ class OutputStream:
             self._shown[token_id] = token_text(self._tokenizer, token_id)
         return self._shown[token_id]
 
-    def push(self, run: Sequence[int], *, num_delivered: int, limit: int) -> Delta:
-        """Deliver the tokens of a committed run up to the first end; ``limit`` is the most tokens of the answer."""
+    def push(self, run: Sequence[int], num_delivered: int) -> Delta:
+        """Deliver the tokens of a run, committed after ``num_delivered`` delivered ones, up to the first end."""
         end = self._rules.apply(run, num_delivered)
         delta = Delta([], end.num_delivered, end.finish_reason, end.stop)
         for index, token in enumerate(run[: end.num_delivered]):
@@ -98,16 +98,21 @@ class OutputStream:
         if channel != self._channel:
             found = self._end(parts)
             if found is not None:
+                # The tag ended an unfinished character, and its stand-in completed a stop string.
+                self._deliver(token, index, parts)
                 return found
             self._channel, self._strings, self._detokenizer = channel, self._fresh_strings(), self._fresh_detokenizer()
-        self._num_tokens += 1
         text = "" if self._detokenizer is None or is_tag else self._detokenizer.push(token)
         certain = self._strings.push(text)
+        self._deliver(token, index, parts)
+        self._release(certain.text, parts)
+        return certain.stop
+
+    def _deliver(self, token: int, index: int, parts: list[DeltaPart]) -> None:
+        self._num_tokens += 1
         part = self._part(parts)
         part.token_ids.append(token)
         part.indices.append(index)
-        self._release(certain.text, parts)
-        return certain.stop
 
     def _end(self, parts: list[DeltaPart]) -> str | None:
         certain = self._strings.finish("" if self._detokenizer is None else self._detokenizer.flush())
@@ -138,7 +143,7 @@ class SilentOutput:
     text = ""
     thinking = ""
 
-    def push(self, run: Sequence[int], *, num_delivered: int, limit: int) -> Delta:
+    def push(self, run: Sequence[int], num_delivered: int) -> Delta:
         return Delta([], len(run))
 
     def flush(self) -> list[DeltaPart]:

@@ -45,13 +45,11 @@ class RequestState:
     finish_reason: str | None = None
     stop_value: str | int | None = None
     error: str | None = None
-    cancelled: bool = False
     statistics: SpeculationStatistics = field(default_factory=SpeculationStatistics)
     gate: DraftGate = field(default_factory=DraftGate)
     submitted_ns: int = field(default_factory=time.monotonic_ns)
     first_token_ns: int | None = None
     last_token_ns: int | None = None
-    last_mode: Mode | None = None
 
     @property
     def id(self) -> str:
@@ -95,11 +93,6 @@ class RequestState:
         return room
 
     @property
-    def max_new_tokens(self) -> int:
-        room = self.context - len(self.prompt_ids)
-        return room if self.sampling.max_tokens is None else min(room, self.sampling.max_tokens)
-
-    @property
     def tokens_in_cache(self) -> list[int]:
         """The tokens whose KV the target's cache holds."""
         if not self.is_prefilled:
@@ -110,7 +103,7 @@ class RequestState:
     def tokens_per_second(self) -> float | None:
         """Decode speed so far: tokens after the first over the time since the first."""
         first, last = self.first_token_ns, self.last_token_ns
-        if first is None or last is None or last <= first:
+        if first is None or last is None or last <= first or len(self.delivered) < 2:
             return None
         return (len(self.delivered) - 1) * 1e9 / (last - first)
 
@@ -120,7 +113,7 @@ class RequestState:
         Appends the ``delta`` event. Tokens behind a stop are committed to the cache but to nothing else.
         """
         self.tokens.extend(run)
-        delta = self.output.push(run, num_delivered=len(self.delivered), limit=self.max_new_tokens)
+        delta = self.output.push(run, len(self.delivered))
         delivered = run[: delta.num_delivered]
         self.delivered.extend(delivered)
         self.history.extend(delivered)

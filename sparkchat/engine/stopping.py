@@ -6,7 +6,6 @@ Both work on every token of a committed run, so an end in the middle of a block 
 from __future__ import annotations
 
 import sys
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -66,8 +65,6 @@ class StopText:
 
     text: str
     """Newly certain text: never taken back, ends exactly before the stop string."""
-    num_certain: int
-    """Tokens, counted from the first, that are certain to be delivered; the final count once the answer ended."""
     stop: str | None
     """The stop string that was met; the answer ends."""
 
@@ -76,16 +73,15 @@ class StopStrings:
     """Finds stop strings in the text of one answer, token by token.
 
     The match that completes first wins; of those completing at the same character, the one that begins first. The
-    text is cut exactly before it. Delivered are the tokens whose text begins before the cut: so a token that holds the
-    stop string's first character after other text is delivered, its text cut, and one that begins with the stop
-    string is not. A token without text of its own yet begins where the text then ends. A match whose cut would leave
-    fewer than ``min_tokens`` tokens does not count. Text that may still become a stop string is held back.
+    token that completes it is the last one delivered, so the delivered ids may spell more than the text, which is cut
+    exactly before the match. A match that begins before the ``min_tokens``-th token has shown a character does not
+    count: the text that is left reaches into that token. Text that may still become a stop string is held back.
     """
 
     def __init__(self, stop: Sequence[str], min_tokens: int = 0) -> None:
         self._patterns = [_Pattern(text) for text in dict.fromkeys(stop)]
         self._min_tokens = min_tokens
-        self._token_starts: list[int] = []
+        self._num_tokens = 0
         self._num_chars = 0
         self._held = ""
         # A match may begin here or later; without stop strings, or before min_tokens, nowhere yet.
@@ -93,8 +89,8 @@ class StopStrings:
 
     def push(self, text: str) -> StopText:
         """Add the next token with the text it made certain (often one piece, sometimes none)."""
-        self._token_starts.append(self._num_chars)
-        if self._patterns and len(self._token_starts) == self._min_tokens:
+        self._num_tokens += 1
+        if self._patterns and self._num_tokens == self._min_tokens:
             self._first_start = self._num_chars + 1
         return self._scan(text)
 
@@ -104,7 +100,7 @@ class StopStrings:
         if last.stop is not None:
             return last
         held, self._held = self._held, ""
-        return StopText(last.text + held, len(self._token_starts), None)
+        return StopText(last.text + held, None)
 
     def _scan(self, text: str) -> StopText:
         for i in range(max(0, self._first_start - self._num_chars), len(text)):
@@ -116,15 +112,11 @@ class StopStrings:
         held = max((pattern.num_matched for pattern in self._patterns), default=0)
         everything = self._held + text
         self._held = everything[len(everything) - held :]
-        earliest_cut = max(self._num_chars - held, self._first_start)
-        return StopText(everything[: len(everything) - held], bisect_left(self._token_starts, earliest_cut), None)
+        return StopText(everything[: len(everything) - held], None)
 
     def _cut(self, text: str, stop: str) -> StopText:
         everything, self._held = self._held + text, ""
-        self._num_chars += len(text)
-        delivered = bisect_left(self._token_starts, self._num_chars - len(stop))
-        del self._token_starts[delivered:]
-        return StopText(everything[: len(everything) - len(stop)], delivered, stop)
+        return StopText(everything[: len(everything) - len(stop)], stop)
 
 
 class _Pattern:
