@@ -70,6 +70,19 @@ def load_profile(name: str, paths: Paths) -> Profile | None:
     return merge_profiles(layers)
 
 
+def known_repositories(paths: Paths) -> set[str]:
+    """Hub repositories that profiles name; a broken profile names none."""
+    found: set[str] = set()
+    for name in profile_files(paths):
+        try:
+            profile = load_profile(name, paths)
+        except UsageError:
+            continue
+        sources = (*profile.get("model.sources", ()), *profile.get("drafter.sources", ())) if profile else ()
+        found |= {source.repo for source in sources if isinstance(source, HubSource)}
+    return found
+
+
 def find_model(argument: str | None, paths: Paths) -> ModelRef:
     """Understand a MODEL argument. Raises ModelNotFound with the nearest known name."""
     name = DEFAULT_MODEL if argument is None else argument

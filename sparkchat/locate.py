@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sparkchat import package_index
+from sparkchat.catalog import known_repositories
 from sparkchat.errors import DamagedFile, ModelNotFound, NoAccess, NotEnoughDisk, SparkchatError, Unreachable
-from sparkchat.options import Option, parse
+from sparkchat.options import Option, nearest, parse
 from sparkchat.paths import Paths
 from sparkchat.profile import HubSource, Source, WheelSource
 from sparkchat.store import Progress, check_whole
@@ -77,6 +78,16 @@ def refetch(sources: tuple[Source, ...], name: str, paths: Paths, progress: Prog
     return found or fetch(sources, name, paths, progress)
 
 
+def _with_near_name(error: SparkchatError, source: Source, paths: Paths) -> SparkchatError:
+    """A repository that is not found may be a slip for one that is on disk, or that a profile names."""
+    if not isinstance(error, ModelNotFound) or not isinstance(source, HubSource):
+        return error
+    on_disk_names = (folder.name.removeprefix("models--") for folder in paths.hub_cache.glob("models--*--*"))
+    known = {name.replace("--", "/") for name in on_disk_names} | known_repositories(paths)
+    near = nearest(source.repo, known - {source.repo}, cutoff=0.8)
+    return error if near is None else ModelNotFound(f"{error}; did you mean hf:{near}?")
+
+
 def _remove_cached_file(source: Source, paths: Paths) -> None:
     if source.sha256 is None:
         return
@@ -103,7 +114,7 @@ def fetch(sources: tuple[Source, ...], name: str, paths: Paths, progress: Progre
             if source is not sources[-1]:
                 progress.say(f"{error.message.split(';')[0]}; trying {sources[number + 1].describe()}")
     if len(failures) == 1:
-        raise failures[0]
+        raise _with_near_name(failures[0], sources[0], paths)
     kind = min((type(error) for error in failures), key=_REASON_ORDER.index)
     raise kind(f"{name} could not be fetched: " + "; ".join(str(error) for error in failures))
 

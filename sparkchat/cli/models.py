@@ -14,6 +14,7 @@ from sparkchat import environment, inventory, strict_json
 from sparkchat.catalog import DrafterRef, ModelRef, find_drafter, find_model, profile_files
 from sparkchat.cli import arguments as a
 from sparkchat.cli.output import as_json, data, note, printable, table
+from sparkchat.cli.prepare import chosen_model
 from sparkchat.cli.progress import fetch_progress
 from sparkchat.errors import DamagedFile, ModelNotFound, NotEnoughDisk, SparkchatError
 from sparkchat.locate import is_offline, refetch
@@ -71,7 +72,7 @@ def show(
 ) -> None:
     """What MODEL is: sources, licence, drafter, defaults; --resolved names the source of every value."""
     paths = user_paths()
-    found = find_model(model if model is not None else os.environ.get("SPARKCHAT_MODEL") or None, paths)
+    found = find_model(chosen_model(model), paths)
     settings = dict(found.profile.settings) if found.profile is not None else {}
     if resolved:
         settings = _resolved(found, settings)
@@ -142,7 +143,7 @@ def pull(
 ) -> None:
     """Fetch MODEL and its drafter; what is whole on this machine is not fetched again."""
     paths = user_paths()
-    found = find_model(model, paths)
+    found = find_model(chosen_model(model), paths)
     drafter = find_drafter(None, found, paths)
     parts = [("model", found.sources), ("drafter", drafter.sources)]
     parts = [(what, sources) for what, sources in parts if sources]
@@ -230,7 +231,7 @@ def rm(model: a.RequiredModel, json_: a.AsJson = False) -> None:
 def verify(model: a.Model = None, json_: a.AsJson = False) -> None:
     """Read every file of MODEL and its drafter again, and compare checksums; exit 6 when one differs."""
     paths = user_paths()
-    found = find_model(model, paths)
+    found = find_model(chosen_model(model), paths)
     drafter = find_drafter(None, found, paths)
     checked = inventory.verify(found.path, found.sources, paths)
     if not checked:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -73,10 +74,11 @@ def cli() -> Cli:
 
 
 @pytest.fixture
-def main(capsys: pytest.CaptureFixture[str]) -> Iterator[Cli]:
-    """Run one command in this process; faster, for commands that leave it as it was."""
+def main(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Cli]:
+    """Run one command in this process, with nothing on stdin; faster, for commands that leave it as it was."""
     from sparkchat.cli.main import main as entry
 
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
     before = signal.getsignal(signal.SIGTERM)
 
     def run(*args: str | Path) -> Done:
@@ -139,11 +141,26 @@ def model_files(num_bytes: int = 300_000) -> dict[str, bytes]:
     }
 
 
+def _use_hub(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For child processes by the environment; for this one in the client, which has read it long ago."""
+    from huggingface_hub import constants
+
+    monkeypatch.setenv("HF_ENDPOINT", url)
+    monkeypatch.setattr(constants, "ENDPOINT", url)
+    template = url + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+
+
+@pytest.fixture(autouse=True)
+def no_hub(own_folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _use_hub(os.environ["HF_ENDPOINT"], monkeypatch)
+
+
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+def hub(no_hub: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     """A hub that holds ``org/model``."""
     hub, server = start_hub({"org/model": Repo(model_files())})
-    monkeypatch.setenv("HF_ENDPOINT", hub.url)
+    _use_hub(hub.url, monkeypatch)
     yield hub
     server.shutdown()
     server.server_close()

@@ -31,6 +31,8 @@ class Repo:
     wrong_bytes: set[str] = field(default_factory=set)
     """Files whose content is not what the listing says."""
     slow: float = 0.0
+    hold: threading.Event | None = None
+    """Files are sent only once this is set."""
 
 
 @dataclass
@@ -154,6 +156,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command == "HEAD":
             return
+        if repo.hold is not None:
+            repo.hold.wait(30)
         cuts = repo.cut_after.get(path)
         self.send_slowly(body[: cuts.pop(0)] if cuts else body, repo.slow)
         if cuts is not None and len(body) and not self.wfile.closed:

