@@ -40,6 +40,16 @@ QUIT_SECONDS = 3.0
 _NEEDS_ARGUMENT = {"mode", "set", "system", "export", "trace"}
 
 
+class ChatScreen(Screen[None]):
+    """Covered by its widgets; drawing it anew below them at every update would cost more than they do."""
+
+    BLANK = True
+
+
+class Body(Container):
+    BLANK = True
+
+
 class SparkApp(App[int]):
     """One conversation with one engine."""
 
@@ -105,10 +115,13 @@ class SparkApp(App[int]):
         elif config.color == "always" and self.no_color:
             self._filters = [each for each in self._filters if each.__class__.__name__ not in ("Monochrome", "NoColor")]
 
+    def get_default_screen(self) -> Screen[Any]:
+        return ChatScreen(id="_default")
+
     def compose(self) -> ComposeResult:
         yield PartsBar(self.glyphs, id="title")
         yield Badge(self.glyphs, id="badge")
-        with Container(id="body"):
+        with Body(id="body"):
             yield Transcript(self.glyphs, id="transcript")
             yield StepPanel(self.glyphs, id="panel")
         yield Prompt(History(user_paths().history), id="prompt")

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Literal
 
@@ -21,7 +22,7 @@ Syntax = Literal["markdown", "plain"]
 class Line:
     """One source line: its shown pieces and where its rows start."""
 
-    __slots__ = ("_offsets", "display", "first_row", "formatted", "rendered", "row_starts", "section", "start", "text")
+    __slots__ = ("_offsets", "display", "first_row", "formatted", "row_starts", "section", "start", "text", "version")
 
     def __init__(self, section: Section, start: int, text: str, formatted: FormattedLine, width: int) -> None:
         self.section = section
@@ -30,6 +31,8 @@ class Line:
         self.text = text
         self.first_row = 0
         """Index of its first row in the transcript."""
+        self.version = 0
+        """Changes whenever a row may look different."""
         self.show(formatted, width)
 
     @property
@@ -44,7 +47,7 @@ class Line:
 
     def wrap(self, width: int) -> None:
         self.row_starts = wrap(self.display, self._inner_width(width), words=self.formatted.words)
-        self.rendered: list[object] = [None] * len(self.row_starts)
+        self.version += 1
 
     def extend(self, text: str, width: int, ascii_only: bool) -> None:
         """Add text to a line that is shown as it is; only the last row is wrapped again."""
@@ -61,15 +64,14 @@ class Line:
             self.display += piece.text
         self._offsets = None
         starts = wrap(self.display, self._inner_width(width), words=self.formatted.words, start=self.row_starts[-1])
-        del self.rendered[-1:]
-        self.rendered += [None] * len(starts)
         self.row_starts[-1:] = starts
+        self.version += 1
 
     def _inner_width(self, width: int) -> int:
         lead = max(sum(text_width(p.text) for p in side) for side in (self.formatted.lead, self.formatted.hang))
         return max(width - lead, min(width, 8), 2)
 
-    def margin(self, row: int) -> list[Piece]:
+    def margin(self, row: int) -> Sequence[Piece]:
         return self.formatted.hang if row else self.formatted.lead
 
     def row_pieces(self, row: int) -> list[Piece]:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from sparkchat.ui.glyphs import Glyphs
@@ -40,14 +41,14 @@ class Fence:
     language: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class FormattedLine:
     """What one source line looks like."""
 
     pieces: list[Piece]
-    lead: list[Piece] = field(default_factory=list)
+    lead: Sequence[Piece] = ()
     """Before the first row."""
-    hang: list[Piece] = field(default_factory=list)
+    hang: Sequence[Piece] = ()
     """Before each further row."""
     words: bool = True
     """Break rows between words."""
@@ -130,7 +131,8 @@ class MarkdownFormatter:
         return FormattedLine(pieces, edge, edge, words=False, kind="code")
 
     def _text_line(self, line: str) -> FormattedLine:
-        at, lead = 0, []
+        at = 0
+        lead: list[Piece] = []
         while len(lead) < _MAX_QUOTE_DEPTH and (match := _QUOTE.match(line, at)):
             lead.append(Piece(self._glyphs.vertical + " ", self._style("quote"), at, match.end()))
             at = match.end()

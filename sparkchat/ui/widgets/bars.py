@@ -64,5 +64,6 @@ class Badge(PartsBar):
     """One warning that stays as long as its reason does; takes no room without one."""
 
     def show_reason(self, reason: str | None) -> None:
-        self.display = bool(reason)
+        if self.display != bool(reason):
+            self.display = bool(reason)
         self.show([(0, f"{self._glyphs.warning} {reason}", "warning")] if reason else [])

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from rich.segment import Segment
 from rich.style import Style
+from textual.geometry import Region
 from textual.strip import Strip
 from textual.widget import Widget
 
 from sparkchat.ui.safe_text import text_width
 from sparkchat.ui.step_view import Row
+
+
+def finished_strips(widget: Widget, strips: list[Strip], crop: Region) -> list[Strip]:
+    """Strips of the whole width of ``widget`` as the compositor wants them: colours filtered, cut to ``crop``."""
+    background = widget.background_colors[1]
+    for line_filter in widget.get_line_filters():
+        strips = [strip.apply_filter(line_filter, background) for strip in strips]
+    return [strip.crop_extend(crop.x, crop.right, None) for strip in strips]
 
 
 class RowsWidget(Widget):
@@ -33,6 +42,10 @@ class RowsWidget(Widget):
 
     def on_resize(self) -> None:
         self.redraw()
+
+    def render_lines(self, crop: Region) -> list[Strip]:
+        # No border and no padding, so the library's own line cache would only be a second one to fill.
+        return finished_strips(self, [self.render_line(y) for y in crop.line_range], crop)
 
     def render_line(self, y: int) -> Strip:
         width, height = self.size

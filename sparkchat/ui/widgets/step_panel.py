@@ -36,4 +36,4 @@ class StepPanel(RowsWidget):
             self.redraw()
 
     def build(self, width: int, height: int) -> list[Row]:
-        return panel_rows(self.snapshot, width, height, self._glyphs)
+        return [[(" ", "text"), *row] for row in panel_rows(self.snapshot, width - 2, height, self._glyphs)]

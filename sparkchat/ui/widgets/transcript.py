@@ -9,16 +9,19 @@ from typing import ClassVar
 from rich.segment import Segment
 from rich.style import Style
 from textual import events
-from textual.geometry import Size
+from textual.cache import LRUCache
+from textual.geometry import Region, Size
 from textual.scroll_view import ScrollView
 from textual.selection import Selection
 from textual.strip import Strip
+from textual.widget import Widget
 
 from sparkchat.ui.document import Line, Section, Syntax
 from sparkchat.ui.glyphs import Glyphs
 from sparkchat.ui.highlight import highlight
 from sparkchat.ui.markdown import Piece
 from sparkchat.ui.safe_text import text_width
+from sparkchat.ui.widgets.rows import finished_strips
 
 Row = tuple[Line, int] | None
 """A line and the number of one of its rows; None is an empty row."""
@@ -54,6 +57,8 @@ class Transcript(ScrollView, can_focus=False):
         self._styles_by_key: dict[str, Style] = {}
         self._base: Style | None = None
         self._wrap_width = 78
+        # Only what is in view: strips are heavy, and one kept for every row ever shown makes long chats slow.
+        self._drawn: LRUCache[tuple[Line, int, int, int, int], Strip] = LRUCache(256)
 
     # Content
 
@@ -77,12 +82,19 @@ class Transcript(ScrollView, can_focus=False):
         changed_row = self._drop_rows(keep)
         for index in range(keep, len(self.sections)):
             self._append_rows(index)
-        self.virtual_size = Size(self.size.width, len(self.rows))
+        self._set_height(len(self.rows))
         if self.is_following:
             self.scroll_to(y=self.max_scroll_y, animate=False, force=True, immediate=True)
             self.refresh()
         elif changed_row < self.scroll_offset.y + self.size.height:
             self.refresh()
+
+    def _set_height(self, num_rows: int) -> None:
+        # Assigning ``virtual_size`` would lay out the whole screen again at every update; only the scroll bar changes.
+        size = Size(self.size.width, num_rows)
+        if size != self.virtual_size:
+            self.set_reactive(Widget.virtual_size, size)
+            self._scroll_update(size)
 
     def _first_changed_section(self) -> int:
         index = len(self.sections)
@@ -169,25 +181,28 @@ class Transcript(ScrollView, can_focus=False):
         """Draw every row afresh (other colours, other token marks)."""
         self._styles_by_key.clear()
         self._base = None
-        for section in self.sections:
-            for line in section.lines:
-                line.rendered = [None] * len(line.row_starts)
+        self._drawn.clear()
         self.refresh()
 
+    def render_lines(self, crop: Region) -> list[Strip]:
+        return finished_strips(self, [self.render_line(y) for y in crop.line_range], crop)
+
     def render_line(self, y: int) -> Strip:
-        width = self.size.width
+        width = self.region.width
         index = y + self.scroll_offset.y
         row = self.rows[index] if index < len(self.rows) else None
         if row is None:
             return Strip.blank(width, self.base_style)
         line, number = row
         selected = self.text_selection.get_span(index) if self.text_selection is not None else None
-        strip = line.rendered[number] if selected is None else None
-        if not isinstance(strip, Strip):
-            strip = self._draw(line, number, selected)
-            if selected is None:
-                line.rendered[number] = strip
-        return strip.crop_extend(0, width, self.base_style).apply_offsets(0, index)
+        if selected is not None:
+            return self._draw(line, number, selected).crop_extend(0, width, self.base_style).apply_offsets(0, index)
+        key = (line, number, line.version, width, index)
+        strip = self._drawn.get(key)
+        if strip is None:
+            strip = self._draw(line, number, None).crop_extend(0, width, self.base_style).apply_offsets(0, index)
+            self._drawn[key] = strip
+        return strip
 
     def _draw(self, line: Line, number: int, selected: tuple[int, int] | None) -> Strip:
         segments = [Segment(text, self._style(key)) for text, key in self._runs(line, number) if text]
