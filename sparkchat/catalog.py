@@ -16,7 +16,6 @@ DEFAULT_MODEL = "smollm2-135m"
 
 _PART = r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9_-])?"
 _HUB_NAME = re.compile(rf"(?P<repo>{_PART}/{_PART})(?:/(?P<file>[^@]+\.gguf))?(?:@(?P<revision>[A-Za-z0-9._/-]+))?")
-_PROFILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 Kind = Literal["profile", "hub", "local"]
 
@@ -89,7 +88,7 @@ def find_model(argument: str | None, paths: Paths) -> ModelRef:
     if name.startswith("hf:"):
         source = parse_hub_name(name)
         return ModelRef("hub", name, sources=(source,))
-    profile = load_profile(name, paths) if _PROFILE_NAME.fullmatch(name) else None
+    profile = load_profile(name, paths)
     if profile is not None:
         return _from_profile(profile)
     if name and (Path(name).expanduser().exists() or _looks_like_path(name)):

