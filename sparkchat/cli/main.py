@@ -16,11 +16,12 @@ from sparkchat.errors import Interrupted, SparkchatError, Terminated
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code."""
-    signal.signal(signal.SIGTERM, _terminate)
-    typed = list(sys.argv[1:] if argv is None else argv)
-    arguments, debug = _without_debug(typed)
-    debug = debug or _debug_from_environment()
+    debug = False
     try:
+        signal.signal(signal.SIGTERM, _terminate)
+        typed = list(sys.argv[1:] if argv is None else argv)
+        arguments, debug = _without_debug(typed)
+        debug = debug or _debug_from_environment()
         _prepare_streams()
         from sparkchat.cli.app import run_line
 
