@@ -26,6 +26,7 @@ from sparkchat.ui.clipboard import copied_message, is_too_long, osc52
 from sparkchat.ui.commands import COMMANDS
 from sparkchat.ui.glyphs import glyphs
 from sparkchat.ui.history import History
+from sparkchat.ui.keymap import load_keymap
 from sparkchat.ui.live_chat import LiveChat, View
 from sparkchat.ui.screens.help import HelpScreen
 from sparkchat.ui.terminal import TerminalGuard
@@ -102,6 +103,7 @@ class SparkApp(App[int]):
         self._trace = trace
         self._panel_wish: bool | None = None
         self._quit_armed = False
+        self._keymap_names: dict[str, str] = {}
         self._news: list[Batch] = []
         self._news_lock = threading.Lock()
         self.animation_level = "none"
@@ -142,8 +144,16 @@ class SparkApp(App[int]):
         self.chat = LiveChat(self.config, self.bridge, self._trace, view, self, self.glyphs)
         self.prompt.focus()
         self._place_panel()
-        self.chat.begin()
+        self.chat.begin(self._load_keymap())
         self.transcript.update_rows()
+
+    def _load_keymap(self) -> list[str]:
+        """Apply the user's keys; returns what to say about those that cannot be used."""
+        own = [binding for binding in (*self.BINDINGS, *Prompt.BINDINGS) if isinstance(binding, Binding)]
+        keymap, problems = load_keymap(user_paths().config / "keymap.toml", [each.id for each in own if each.id])
+        self._keymap_names = keymap
+        self.set_keymap(keymap)
+        return problems
 
     def on_resize(self) -> None:
         self._place_panel()
@@ -191,7 +201,8 @@ class SparkApp(App[int]):
         rows = [("enter", "send"), ("shift+enter, alt+enter, ctrl+j", "new line"), ("up, down", "history")]
         for binding in self.BINDINGS:
             assert isinstance(binding, Binding)
-            rows.append((binding.key.replace(",", ", "), binding.description))
+            keys = self._keymap_names.get(binding.id or "", binding.key)
+            rows.append((keys.replace(",", ", "), binding.description))
         width = max(len(keys) for keys, _ in rows)
         return "\n".join(f"{keys:<{width}}  {what}" for keys, what in rows)
 

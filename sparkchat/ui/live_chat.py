@@ -92,8 +92,8 @@ class LiveChat:
 
     # Start
 
-    def begin(self) -> None:
-        for sentence in self._config.notices:
+    def begin(self, notices: Sequence[str] = ()) -> None:
+        for sentence in (*self._config.notices, *notices):
             self._note(sentence)
         self._bridge.start()
         self.refresh_bars()
@@ -321,7 +321,9 @@ class LiveChat:
         self.state, self.failure = "ready", None
         for sentence in self.info.get("notices") or ():
             self._note(sentence)
-        if self.conversation.mode != self.info.get("mode") and self.info.get("drafter"):
+        if not self.info.get("drafter"):
+            self.conversation.mode = "off"
+        elif self.conversation.mode != self.info.get("mode"):
             self._bridge.set_mode(self.conversation.mode)
         if self.active is not None:
             self._submit()

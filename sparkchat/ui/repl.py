@@ -126,7 +126,9 @@ class Repl:
         info = answerer.load(self._loading.show)
         self._loading.clear()
         self._answerer = answerer
-        if self.conversation.mode != info["mode"]:
+        if not info.get("drafter"):
+            self.conversation.mode = "off"
+        elif self.conversation.mode != info["mode"]:
             self._engine.set_mode(self.conversation.mode)
         for sentence in info.get("notices") or ():
             self._loading.note(sentence)

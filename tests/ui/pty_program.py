@@ -40,7 +40,11 @@ class WideScreen(pyte.Screen):
 
 class PtyProgram:
     def __init__(
-        self, size: tuple[int, int] = (80, 24), environment: dict[str, str] | None = None, **wish: Any
+        self,
+        size: tuple[int, int] = (80, 24),
+        environment: dict[str, str] | None = None,
+        command: list[str] | None = None,
+        **wish: Any,
     ) -> None:
         self.master, self.slave = os.openpty()
         fcntl.ioctl(self.slave, termios.TIOCSWINSZ, struct.pack("HHHH", size[1], size[0], 0, 0))
@@ -51,7 +55,7 @@ class PtyProgram:
         env = {**os.environ, "TERM": "xterm-256color", "PYTHONPATH": str(ROOT), "LINES": "", "COLUMNS": ""}
         env = {key: value for key, value in env.items() if value} | (environment or {})
         self.process = subprocess.Popen(
-            [sys.executable, str(PROGRAM), json.dumps({"front": "tui", **wish})],
+            command or [sys.executable, str(PROGRAM), json.dumps({"front": "tui", **wish})],
             stdin=self.slave,
             stdout=self.slave,
             stderr=self.slave,

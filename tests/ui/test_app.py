@@ -437,3 +437,17 @@ async def test_no_colour_means_no_colour(chat: Open) -> None:
                 if segment.style is not None:
                     assert segment.style.color is None or segment.style.color.is_default
                     assert segment.style.bgcolor is None or segment.style.bgcolor.is_default
+
+
+async def test_keys_can_be_given_other_places(chat: Open, own_folders: Path) -> None:
+    folder = own_folders / "config" / "sparkchat"
+    folder.mkdir()
+    (folder / "keymap.toml").write_text('mode.cycle = "f7"\n"panel.togle" = "f8"\n')
+    async with chat(size=(120, 40)) as c:
+        await c.ready()
+        assert "did you mean 'panel.toggle'?" in c.said
+        await c.pilot.press("f6")
+        assert c.app.chat.conversation.mode == "static"
+        await c.pilot.press("f7")
+        assert c.app.chat.conversation.mode == "compact"
+        assert "f7  " in c.app.key_help()

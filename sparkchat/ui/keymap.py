@@ -1,0 +1,39 @@
+"""The user's own keys: ``keymap.toml`` in the config folder, one ``"action.id" = "key,key"`` a line."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterable
+from pathlib import Path
+
+from sparkchat.options import unknown
+
+
+def load_keymap(path: Path, known: Iterable[str]) -> tuple[dict[str, str], list[str]]:
+    """(action id -> keys, sentences about what could not be used). A missing file is an empty keymap."""
+    try:
+        data = tomllib.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        return {}, []
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        return {}, [f"{path} is not used: {error}"]
+    names = sorted(known)
+    keymap: dict[str, str] = {}
+    problems: list[str] = []
+    for name, keys in _flat(data):
+        if name not in names:
+            problems.append(f"{path}: {unknown('action', name, names)}")
+        elif not isinstance(keys, str) or not keys.strip():
+            problems.append(f'{path}: {name} is {keys!r}; give keys as text, e.g. "ctrl+o,f7"')
+        else:
+            keymap[name] = ",".join(key.strip() for key in keys.split(","))
+    return keymap, problems
+
+
+def _flat(data: dict[str, object], prefix: str = "") -> Iterable[tuple[str, object]]:
+    """``mode.cycle = "f7"`` is a nested table to TOML; the quoted spelling is not."""
+    for name, value in data.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
