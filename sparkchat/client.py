@@ -13,26 +13,29 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import sparkchat
-from sparkchat.errors import EngineCrash
+from sparkchat.errors import EngineCrash, UsageError
 from sparkchat.params import GenerateRequest, LoadSpec, Mode
 
 Event = dict[str, Any]
 
 _SHUTDOWN_SECONDS = 2.0
 _READ_BYTES = 1 << 16
+_PROGRAM = "from sparkchat.engine.worker import main; main()"
 
 
 class EngineClient:
     """One engine process. ``start`` returns at once; loading progress arrives as events.
 
     After the process has ended unasked, one ``{"event": "crashed", "message": ...}`` event is
-    yielded and sending raises :class:`EngineCrash`; ``start`` may then be called again.
+    yielded and sending raises :class:`EngineCrash`; ``start`` may then be called again. One thread
+    polls; others may send meanwhile.
     """
 
     def __init__(self, spec: LoadSpec) -> None:
@@ -40,9 +43,10 @@ class EngineClient:
         self._process: subprocess.Popen[bytes] | None = None
         self._commands = -1
         self._events = -1
-        self._buffer = b""
+        self._partial: list[bytes] = []
         self._log: Any = None
-        self._closing = False
+        self._is_end_expected = False
+        self._sending = threading.RLock()
 
     def __enter__(self) -> EngineClient:
         if self._process is None:
@@ -65,18 +69,17 @@ class EngineClient:
         return self._events
 
     def start(self) -> None:
-        """Start the process and ask it to load the pair."""
+        """Start the process and ask it to load the pair. Raises EngineCrash when no process can be started."""
         self.close()
         command_read, self._commands = os.pipe()
         self._events, event_write = os.pipe()
         os.set_blocking(self._events, False)
-        self._buffer, self._closing = b"", False
-        self._log = tempfile.TemporaryFile()
-        # -P keeps the current folder off the module path: a torch.py lying there must not be run.
-        program = "from sparkchat.engine.worker import main; main()"
+        self._partial, self._is_end_expected = [], False
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115  (close() closes it)
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-c", program, str(command_read), str(event_write)],
+                # -P keeps the current folder off the module path: a torch.py lying there must not be run.
+                [sys.executable, "-P", "-c", _PROGRAM, str(command_read), str(event_write)],
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
                 stderr=self._log,
@@ -84,10 +87,16 @@ class EngineClient:
                 start_new_session=True,
                 env=_child_environment(),
             )
+        except OSError as error:
+            self.close()
+            raise EngineCrash(f"the engine process cannot be started: {error}") from None
         finally:
             os.close(command_read)
             os.close(event_write)
-        self._send({"op": "load", "spec": self.spec.to_json()})
+        try:
+            self._send({"op": "load", "spec": self.spec.to_json()})
+        except EngineCrash:
+            pass  # ended already: the crashed event says how
 
     def generate(self, request: GenerateRequest) -> None:
         self._send({"op": "generate", "request": request.to_json()})
@@ -119,7 +128,7 @@ class EngineClient:
 
     def close(self) -> None:
         """Ask the engine to stop; kill it when it does not."""
-        process, self._closing = self._process, True
+        process, self._is_end_expected = self._process, True
         if process is not None:
             if process.poll() is None and self._commands >= 0:
                 try:
@@ -138,14 +147,18 @@ class EngineClient:
         self._process, self._log = None, None
 
     def _send(self, command: dict[str, Any]) -> None:
-        if self._commands < 0:
-            raise EngineCrash("the engine is not running; send the message again to start it")
-        data = json.dumps(command, allow_nan=False).encode() + b"\n"
         try:
-            while data:
-                data = data[os.write(self._commands, data) :]
-        except BrokenPipeError:
-            raise EngineCrash("the engine has ended; send the message again to start it") from None
+            data = memoryview(json.dumps(command, allow_nan=False).encode() + b"\n")
+        except ValueError:
+            raise UsageError("a request holds a number that is not finite; give finite numbers") from None
+        with self._sending:
+            if self._commands < 0:
+                raise EngineCrash("the engine is not running; send the message again to start it")
+            try:
+                while data:
+                    data = data[os.write(self._commands, data) :]
+            except BrokenPipeError:
+                raise EngineCrash("the engine has ended; send the message again to start it") from None
 
     def _read(self) -> list[Event]:
         found: list[Event] = []
@@ -155,8 +168,14 @@ class EngineClient:
             return found
         if not chunk:
             return self._ended()
-        *lines, self._buffer = (self._buffer + chunk).split(b"\n")
-        found.extend(json.loads(line) for line in lines if line)
+        # A long event comes in many chunks, which are joined once.
+        first, *others = chunk.split(b"\n")
+        self._partial.append(first)
+        for rest in others:
+            event = json.loads(b"".join(self._partial))
+            self._is_end_expected |= event["event"] == "error"
+            found.append(event)
+            self._partial = [rest]
         return found
 
     def _ended(self) -> list[Event]:
@@ -168,7 +187,7 @@ class EngineClient:
             code = self._process.wait()
         log = self._log_tail()
         self._close_pipes()
-        if self._closing or code == 0:
+        if self._is_end_expected:
             return []
         return [{"event": "crashed", "message": _describe_end(code, log), "log": log}]
 
@@ -180,11 +199,12 @@ class EngineClient:
         return self._log.read().decode("utf-8", "replace")
 
     def _close_pipes(self) -> None:
-        for name in ("_commands", "_events"):
-            fd = getattr(self, name)
-            if fd >= 0:
-                os.close(fd)
-                setattr(self, name, -1)
+        with self._sending:
+            for name in ("_commands", "_events"):
+                fd = getattr(self, name)
+                if fd >= 0:
+                    os.close(fd)
+                    setattr(self, name, -1)
 
 
 def _child_environment() -> dict[str, str]:

@@ -22,6 +22,7 @@ class Admission:
 
     def admit(self, request: GenerateRequest) -> tuple[RequestState, list[str]]:
         """The request's state, and notices in plain words about how its prompt was made."""
+        _check_types(request)
         self._check_speculation(request)
         prompt = self._text.prompt_of(request)
         prompt_ids = prompt.token_ids
@@ -65,6 +66,12 @@ class Admission:
                 f"block size {request.block_size} was asked for, but the drafter was trained with {trained}; "
                 f"give 1 to {trained}"
             )
+        temperatures = self._pair.temperatures
+        if temperatures is not None and len(temperatures) < self._block_size(request):
+            raise UsageError(
+                f"block size {request.block_size} was asked for, but there are confidence temperatures for "
+                f"{len(temperatures)} drafts; give 1 to {len(temperatures)}"
+            )
 
     def _check_tokens(self, request: GenerateRequest, prompt_ids: tuple[int, ...]) -> None:
         vocab, context = self._pair.target.config.vocab_size, self._pair.context
@@ -83,3 +90,18 @@ class Admission:
             )
         if request.sampling.stop and self._text.tokenizer is None:
             raise UsageError(f"stop strings were given, but {self._spec.name} has no tokenizer; leave --stop out")
+
+
+_KINDS = {"prompt": str, "system": str, "session": str, "raw": bool, "think": bool}
+
+
+def _check_types(request: GenerateRequest) -> None:
+    """A request comes as JSON; what is no text must not get as far as the tokenizer."""
+    for name, kind in _KINDS.items():
+        value = getattr(request, name)
+        if value is not None and not isinstance(value, kind):
+            raise UsageError(f"{name} {value!r} is not possible; give {'a text' if kind is str else 'true or false'}")
+    if any(not isinstance(message, dict) for message in request.messages or ()):
+        raise UsageError("messages must be objects with role and content")
+    if any(type(token) is not int for token in request.prompt_ids or ()):
+        raise UsageError("prompt_ids must be whole numbers")

@@ -7,7 +7,6 @@ only it has.
 
 from __future__ import annotations
 
-import json
 import os
 import queue
 import sys
@@ -15,9 +14,9 @@ import threading
 import traceback
 from typing import Any
 
-from sparkchat.errors import DamagedFile, NotEnoughMemory, SparkchatError
+from sparkchat.errors import NotEnoughMemory, SparkchatError
 from sparkchat.params import GenerateRequest, LoadSpec
-from sparkchat.strict_json import dumps
+from sparkchat.strict_json import dumps, loads
 
 Event = dict[str, Any]
 
@@ -28,6 +27,9 @@ class Channel:
     def __init__(self, command_fd: int, event_fd: int) -> None:
         self._command_fd = command_fd
         self._event_fd = event_fd
+        for fd in (command_fd, event_fd):
+            # What a library starts must not hold the pipes open when this process is gone.
+            os.set_inheritable(fd, False)
         self.commands: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         threading.Thread(target=self._read_commands, name="commands", daemon=True).start()
 
@@ -42,8 +44,17 @@ class Channel:
     def _read_commands(self) -> None:
         with os.fdopen(self._command_fd, "rb") as pipe:
             for line in pipe:
-                self.commands.put(json.loads(line))
+                self.commands.put(_parse(line))
         os._exit(0)
+
+
+def _parse(line: bytes) -> dict[str, Any]:
+    """The command of one line; a line that is none becomes a command that is refused like any unknown one."""
+    try:
+        command = loads(line)
+    except ValueError:
+        command = None
+    return command if isinstance(command, dict) else {"op": line.decode("utf-8", "replace")[:40]}
 
 
 def main() -> None:
@@ -52,17 +63,31 @@ def main() -> None:
     try:
         _serve(channel)
     except SparkchatError as error:
-        channel.send({"event": "error", "error": type(error).__name__, "message": error.message})
-        os._exit(0)
-    except MemoryError:
-        channel.send({"event": "error", "error": NotEnoughMemory.__name__, "message": "the engine ran out of memory"})
-        os._exit(0)
-    except Exception:
+        channel.send(_fatal(error))
+    except Exception as error:
         # The boundary of this process: the log keeps the whole story, the parent says its last line.
-        traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(70)
+        _log_exception()
+        if not _is_out_of_memory(error):
+            os._exit(70)
+        channel.send(_fatal(NotEnoughMemory(f"the engine ran out of memory ({error}); try a smaller --context")))
     os._exit(0)
+
+
+def _fatal(error: SparkchatError) -> Event:
+    return {"event": "error", "error": type(error).__name__, "message": error.message}
+
+
+def _log_exception() -> None:
+    traceback.print_exc()
+    sys.stderr.flush()
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    # torch reports exhausted memory as RuntimeError; only the text tells.
+    text = str(error)
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and ("out of memory" in text or "can't allocate memory" in text)
+    )
 
 
 def _serve(channel: Channel) -> None:
@@ -82,28 +107,44 @@ def _load(spec: LoadSpec, channel: Channel) -> Any:
 
     try:
         return Engine(spec, progress=channel.send)
-    except RuntimeError as error:
-        # torch reports exhausted memory as RuntimeError; only the text tells.
-        text = str(error)
-        if "out of memory" in text or "can't allocate memory" in text:
-            raise NotEnoughMemory(
-                f"{spec.name} does not fit in memory ({text.splitlines()[0][:160]}); "
-                "try a smaller --context or a smaller model"
-            ) from None
-        raise
+    except (MemoryError, RuntimeError) as error:
+        if not _is_out_of_memory(error):
+            raise
+        raise NotEnoughMemory(
+            f"{spec.name} does not fit in memory ({str(error)[:160]}); try a smaller --context or a smaller model"
+        ) from None
 
 
 def _obey(engine: Any, command: dict[str, Any], channel: Channel) -> bool:
-    """Carry out one command; False ends the process."""
+    """Carry out one command; False ends the process. A command that makes no sense harms no running answer."""
     op = command.get("op")
-    if op == "generate":
-        channel.send(*engine.submit(GenerateRequest.from_json(command["request"])))
-    elif op == "set_mode":
-        channel.send(*engine.set_mode(command["mode"]))
-    elif op == "cancel":
-        channel.send(*engine.cancel(command["id"]))
-    elif op == "shutdown":
+    if op == "shutdown":
         return False
-    else:
-        raise DamagedFile(f"the engine was sent {op!r}, which it does not know")
+    if op == "generate":
+        channel.send(*_submit(engine, command.get("request")))
+        return True
+    try:
+        if op == "set_mode":
+            channel.send(*engine.set_mode(command.get("mode")))
+        elif op == "cancel":
+            channel.send(*engine.cancel(command.get("id")))
+        else:
+            raise SparkchatError(f"the engine was sent {op!r}, which it does not know")
+    except SparkchatError as error:
+        channel.send({"event": "notice", "id": None, "message": error.message})
     return True
+
+
+def _submit(engine: Any, data: Any) -> list[Event]:
+    """The events of a new request; a request that is none ends at once with the reason."""
+    try:
+        return engine.submit(GenerateRequest.from_json(data))
+    except SparkchatError as error:
+        reason = error
+    except Exception as error:
+        # A boundary too: nothing of the request has run, so the engine is as sound as before.
+        if _is_out_of_memory(error):
+            raise
+        _log_exception()
+        reason = SparkchatError(f"the request cannot be read ({type(error).__name__}: {error}); check its fields")
+    return [engine.refuse(data.get("id") if isinstance(data, dict) else None, reason)]
