@@ -165,7 +165,7 @@ def load_temperatures(folder: Path, key: str) -> tuple[tuple[float, ...] | None,
         return None, notice
     values = content.get("temperatures")
     if not isinstance(values, list) or not values or not all(_is_positive(value) for value in values):
-        return None, f"{path} is damaged, so it is not used; run `sparkchat tune --sts` to fit it again"
+        return None, f"{path} is damaged, so it is not used; it is replaced by the next fit"
     return tuple(float(value) for value in values), None
 
 

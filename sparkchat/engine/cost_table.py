@@ -77,7 +77,7 @@ class CostLookup:
         try:
             return cls(_table(content)), None
         except (KeyError, TypeError, ValueError, UsageError):
-            return None, f"{path} is damaged, so it is not used; run `sparkchat tune --cost` to measure it again"
+            return None, f"{path} is damaged, so it is not used; it is replaced by the next measurement"
 
 
 def _path(folder: Path, key: str) -> Path:

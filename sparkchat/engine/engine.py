@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 
 from sparkchat.engine import loading
 from sparkchat.engine.admission import Admission
-from sparkchat.engine.cost_probe import cost_of
+from sparkchat.engine.cost_probe import measured_cost, stored_cost
 from sparkchat.engine.loop import decode_step
 from sparkchat.engine.prefill import prefill_step
 from sparkchat.engine.request import RequestState
 from sparkchat.engine.result import finished_result, refused_result
 from sparkchat.engine.scheduler import Scheduler
 from sparkchat.engine.slots import SlotTable
+from sparkchat.engine.step_plan import standing_mode
 from sparkchat.errors import SparkchatError, UsageError
 from sparkchat.params import MODES, GenerateRequest, LoadSpec, Mode
 
@@ -35,13 +37,15 @@ class Engine:
         started = time.perf_counter()
         self._progress = progress or (lambda event: None)
         self.spec = spec
-        self.mode: Mode = spec.mode
         self.pair, self.text = loading.load_pair(spec, self._progress)
+        self.mode: Mode = spec.mode if self.pair.drafter is not None else "off"
         self._slots = SlotTable(self.pair.cache, self.pair.draft_cache)
         self._scheduler = Scheduler(spec.concurrency, self._slots)
         self._admission = Admission(spec, self.pair, self.text)
-        if spec.cost_table is None and self._plans(self.mode):
-            self._ensure_cost()
+        if self.pair.cost is None and self._plans("compact"):
+            self.pair.cost = stored_cost(spec, self.pair, self._progress)
+        if self._lacks_cost(self.mode):
+            self.pair.cost = measured_cost(spec, self.pair, self._progress)
         self.load_ms = (time.perf_counter() - started) * 1e3
         self.info = loading.describe(spec, self.pair, self.text, self.load_ms)
 
@@ -51,15 +55,25 @@ class Engine:
 
     def submit(self, request: GenerateRequest) -> list[Event]:
         """Queue a request. One that cannot run yields its ``end`` event with the reason at once."""
-        mode = request.mode or self.mode
         try:
             state, notices = self._admission.admit(request)
-            if self._plans(mode):
-                self._ensure_cost()
+            found = self._find_cost(request.mode or self.mode)
         except SparkchatError as error:
-            return [self._refuse(request, mode, error)]
+            return [self.refuse(request.id, error, request.mode)]
         self._scheduler.add(state)
-        return [{"event": "notice", "id": request.id, "message": text} for text in notices]
+        return [*found, *({"event": "notice", "id": request.id, "message": text} for text in notices)]
+
+    def refuse(self, request_id: Any, error: SparkchatError, mode: Mode | None = None) -> Event:
+        """The ``end`` event of a request that cannot run; ``mode`` is the one it asked for."""
+        result = refused_result(
+            model=self.spec.name,
+            drafter=loading.drafter_name(self.spec, self.pair),
+            mode=standing_mode(mode or self.mode, self.pair)[0],
+            error=error.message,
+            load_ms=self.load_ms,
+            block_size=self.pair.block_size,
+        )
+        return {"event": "end", "id": request_id, "result": result, "thinking": "", "error": type(error).__name__}
 
     @torch.inference_mode()
     def step(self) -> list[Event]:
@@ -79,13 +93,14 @@ class Engine:
         """The mode of every request that did not choose its own, from the next step on."""
         if mode not in MODES:
             raise UsageError(f"mode {mode!r} is unknown; give one of {', '.join(MODES)}")
+        if mode != "off" and self.pair.drafter is None:
+            raise UsageError(f"mode {mode} was asked for, but {self.pair.reason_off}; stay with mode off")
         if mode == self.mode:
             return []
-        if self._plans(mode):
-            self._ensure_cost()
+        found = self._find_cost(mode)
         event = {"event": "mode_change", "id": None, "from": self.mode, "to": mode, "t_ns": time.monotonic_ns()}
         self.mode = mode
-        return [event]
+        return [*found, event]
 
     def cancel(self, request_id: str) -> list[Event]:
         """End a request, waiting or running; what was delivered stays delivered."""
@@ -97,7 +112,7 @@ class Engine:
         return events + self._retire()
 
     def generate(self, requests: Sequence[GenerateRequest]) -> list[dict[str, Any]]:
-        """Results in the order of ``requests``; all of them share the batch."""
+        """Results in the order of ``requests``, whose ids must differ; all of them share the batch."""
         results: dict[str, dict[str, Any]] = {}
         for request in requests:
             self._collect(self.submit(request), results)
@@ -112,20 +127,23 @@ class Engine:
     def _plans(self, mode: Mode) -> bool:
         return mode in ("compact", "cap-accept") and self.pair.drafter is not None and self.pair.drafter.has_confidence
 
-    def _ensure_cost(self) -> None:
-        if self.pair.cost is None:
-            self.pair.cost, self.pair.plain_ms = cost_of(self.spec, self.pair, self._progress)
-            if hasattr(self, "info"):
-                self.info = loading.describe(self.spec, self.pair, self.text, self.load_ms)
+    def _lacks_cost(self, mode: Mode) -> bool:
+        return self.pair.cost is None and self._plans(mode)
+
+    def _find_cost(self, mode: Mode) -> list[Event]:
+        """Measure step costs if this mode is the first to plan by them; the ``info`` event then shows the table."""
+        if not self._lacks_cost(mode):
+            return []
+        self.pair.cost = measured_cost(self.spec, self.pair, self._progress)
+        self.info = {**self.info, "cost_table": loading.describe_cost(self.pair.cost)}
+        return [{"event": "info", "info": self.info}]
 
     def _start_event(self, state: RequestState) -> Event:
-        from dataclasses import asdict, replace
-
         return {
             "event": "start",
             "id": state.id,
             "sampling": asdict(replace(state.sampling, seed=state.seed)),
-            "mode": state.mode_override or self.mode,
+            "mode": self._mode_of(state),
             "block_size": state.block_size or None,
             "prompt_token_ids": list(state.prompt_ids),
             "cached_tokens": state.cached_tokens,
@@ -144,7 +162,7 @@ class Engine:
                         model=self.spec.name,
                         drafter=loading.drafter_name(self.spec, self.pair),
                         load_ms=self.load_ms,
-                        mode=state.mode_override or self.mode,
+                        mode=self._mode_of(state),
                         reason_off=self._reason_off(state),
                     ),
                     "thinking": state.output.thinking,
@@ -152,20 +170,11 @@ class Engine:
             )
         return events
 
+    def _mode_of(self, state: RequestState) -> Mode:
+        """The mode in effect now; a pause of drafting that does not pay is told step by step only."""
+        return standing_mode(state.mode_override or self.mode, self.pair)[0]
+
     def _reason_off(self, state: RequestState) -> str | None:
         if self.pair.drafter is None:
             return self.pair.reason_off
-        if (state.mode_override or self.mode) == "off":
-            return "mode is off"
-        return None
-
-    def _refuse(self, request: GenerateRequest, mode: Mode, error: SparkchatError) -> Event:
-        result = refused_result(
-            model=self.spec.name,
-            drafter=loading.drafter_name(self.spec, self.pair),
-            mode=mode,
-            error=error.message,
-            load_ms=self.load_ms,
-            block_size=self.pair.block_size,
-        )
-        return {"event": "end", "id": request.id, "result": result, "thinking": "", "error": type(error).__name__}
+        return "mode is off" if self._mode_of(state) == "off" else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import platform
 import sys
@@ -13,13 +14,13 @@ from typing import Any
 import torch
 
 from sparkchat import __version__
-from sparkchat.engine.text_model import TextModel
+from sparkchat.engine.cost_table import CostLookup
 from sparkchat.engine.pair import LoadedPair, draft_index_table
 from sparkchat.engine.prefill import CHUNK_ROWS
-from sparkchat.engine.cost_table import CostLookup
+from sparkchat.engine.text_model import TextModel
 from sparkchat.errors import UsageError
 from sparkchat.models import load_drafter, load_target
-from sparkchat.params import LoadSpec
+from sparkchat.params import MODES, LoadSpec
 
 Progress = Callable[[dict[str, Any]], None]
 
@@ -29,6 +30,7 @@ HASH_LIMIT_BYTES = 1 << 30
 
 def load_pair(spec: LoadSpec, progress: Progress) -> tuple[LoadedPair, TextModel]:
     """Load target, drafter and tokenizer. Raises the errors of ``models`` and UsageError."""
+    _check_spec(spec)
     device = _device(spec.device)
     if device.type == "cpu":
         torch.set_num_threads(spec.threads or len(os.sched_getaffinity(0)))
@@ -60,7 +62,6 @@ def load_pair(spec: LoadSpec, progress: Progress) -> tuple[LoadedPair, TextModel
         else draft_index_table(drafter.draft_to_target, target.config.vocab_size),
         reason_off=reason,
         cost=None if spec.cost_table is None else CostLookup(spec.cost_table),
-        plain_ms=None if spec.cost_table is None else spec.cost_table.plain_ms,
         temperatures=spec.temperatures,
         context=context,
         kv_bytes_per_token=target.config.kv_bytes_per_token,
@@ -77,14 +78,14 @@ def describe(spec: LoadSpec, pair: LoadedPair, text: TextModel, load_ms: float) 
         "block_size": None if drafter is None else (spec.block_size or pair.block_size),
         "mode": spec.mode if drafter is not None else "off",
         "reason_off": pair.reason_off if drafter is None else None,
-        "device": _device_name(pair.device),
+        "device": device_name(pair.device),
         "dtype": pair.target.config.dtype_name,
         "context": pair.context,
         "vocab_size": pair.target.config.vocab_size,
         "threads": torch.get_num_threads(),
         "load_ms": load_ms,
         "temperatures": None if pair.temperatures is None else list(pair.temperatures),
-        "cost_table": _describe_cost(pair),
+        "cost_table": describe_cost(pair.cost),
         "versions": _versions(),
         "model_revision": spec.revision,
         "drafter_revision": spec.drafter_revision,
@@ -103,6 +104,18 @@ def describe(spec: LoadSpec, pair: LoadedPair, text: TextModel, load_ms: float) 
 
 def drafter_name(spec: LoadSpec, pair: LoadedPair) -> str | None:
     return None if pair.drafter is None or spec.drafter_path is None else Path(spec.drafter_path).name
+
+
+def _check_spec(spec: LoadSpec) -> None:
+    """What would otherwise come up in the middle of an answer, or never."""
+    if spec.mode not in MODES:
+        raise UsageError(f"mode {spec.mode!r} is unknown; give one of {', '.join(MODES)}")
+    for name in ("concurrency", "threads", "block_size"):
+        value = getattr(spec, name)
+        if value is not None and value < 1:
+            raise UsageError(f"{name} {value} is not possible; give a whole number of 1 or more")
+    if any(not (math.isfinite(t) and t > 0) for t in spec.temperatures or ()):
+        raise UsageError(f"confidence temperatures {list(spec.temperatures or ())} must be positive numbers")
 
 
 def _check_pair(spec: LoadSpec, trained: int) -> None:
@@ -142,17 +155,16 @@ def _dtype(name: str, device: torch.device) -> torch.dtype | None:
     return {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}[name]
 
 
-def _device_name(device: torch.device) -> str:
+def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
-def _describe_cost(pair: LoadedPair) -> dict[str, Any] | None:
-    if pair.cost is None:
+def describe_cost(cost: CostLookup | None) -> dict[str, Any] | None:
+    if cost is None:
         return None
-    table = pair.cost.table
-    text = f"{table.rows}{table.step_ms}{table.plain_ms}"
+    table = cost.table
     return {
-        "id": hashlib.sha256(text.encode()).hexdigest()[:12],
+        "id": cost.id,
         "source": table.source,
         "rows": list(table.rows),
         "step_ms": list(table.step_ms),

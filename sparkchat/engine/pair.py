@@ -28,8 +28,6 @@ class LoadedPair:
     reason_off: str | None = None
     """Why there is no drafter."""
     cost: CostLookup | None = None
-    plain_ms: float | None = None
-    """A plain step of one request; None when not measured."""
     temperatures: tuple[float, ...] | None = None
     context: int = 0
     """Most tokens of one request, prompt and answer together."""
@@ -38,6 +36,11 @@ class LoadedPair:
     @property
     def block_size(self) -> int:
         return 0 if self.drafter is None else self.drafter.config.block_size
+
+    @property
+    def plain_ms(self) -> float | None:
+        """A plain step of one request; None when not measured."""
+        return None if self.cost is None else self.cost.plain_ms
 
     @property
     def tap_layers(self) -> tuple[int, ...]:

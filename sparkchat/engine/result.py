@@ -13,7 +13,7 @@ SCHEMA = "sparkchat.result/1"
 def finished_result(
     state: RequestState, *, model: str, drafter: str | None, load_ms: float, mode: str, reason_off: str | None
 ) -> dict[str, Any]:
-    """The result of a request that has run, also when it ended in an error or was cancelled."""
+    """The result of an admitted request, also when it ended in an error or was cancelled."""
     first, last = state.first_token_ns, state.last_token_ns
     decode_ms = None if first is None or last is None else (last - first) / 1e6
     return {

@@ -13,6 +13,7 @@ from sparkchat.params import Mode
 REASON_NO_CONFIDENCE = "the drafter has no confidence head, so the whole block is verified"
 REASON_DOES_NOT_PAY = "plain decoding is predicted to be faster here, so drafting pauses"
 REASON_NO_TABLE = "no step-cost table, so nothing is trimmed"
+REASON_BAD_CONFIDENCE = "the drafter's confidence is not a number, so its drafts are not trusted"
 
 
 @dataclass(frozen=True)
@@ -47,25 +48,31 @@ def intend(state: RequestState, default: Mode, pair: LoadedPair) -> StepIntent:
     """The effective mode and draft length of one request for the coming step."""
     requested = state.mode_override or default
     limit = max(0, state.remaining - 1)
-    mode, fallback = requested, None
-    if requested != "off":
-        mode, fallback = _effective(requested, state, pair)
+    mode, fallback = _effective(requested, state, pair)
     block = 0 if mode == "off" else state.block_size
     if mode == "compact" and limit == 0:
         block = 0
     return StepIntent(mode, requested, block, min(limit, block), fallback)
 
 
-def _effective(requested: Mode, state: RequestState, pair: LoadedPair) -> tuple[Mode, str | None]:
+def standing_mode(requested: Mode, pair: LoadedPair) -> tuple[Mode, str | None]:
+    """What this pair makes of the mode asked for, and why it is another one."""
+    if requested == "off":
+        return "off", None
     if pair.drafter is None:
         return "off", pair.reason_off
-    if requested == "static":
-        return "static", None
-    if not pair.drafter.has_confidence:
+    if requested != "static" and not pair.drafter.has_confidence:
         return "static", REASON_NO_CONFIDENCE
-    if requested == "compact" and not state.gate.is_open:
+    return requested, None
+
+
+def _effective(requested: Mode, state: RequestState, pair: LoadedPair) -> tuple[Mode, str | None]:
+    mode, fallback = standing_mode(requested, pair)
+    if mode == "compact" and not state.gate.is_open:
         return "off", REASON_DOES_NOT_PAY
-    return requested, REASON_NO_TABLE if pair.cost is None else None
+    if mode in ("compact", "cap-accept") and pair.cost is None:
+        return mode, REASON_NO_TABLE
+    return mode, fallback
 
 
 def choose_lengths(
