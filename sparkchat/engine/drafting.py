@@ -19,11 +19,11 @@ from sparkchat.engine.slots import flush_contexts
 
 @dataclass(frozen=True)
 class Draft:
-    """A proposal for the whole batch, and the requests whose drafter produced numbers that are none."""
+    """A proposal for the whole batch, and the requests whose draft logits are no numbers."""
 
     proposal: Proposal
-    damaged: dict[int, str]
-    """Index in the batch -> what was found."""
+    damaged: frozenset[int]
+    """Their indices in the batch."""
 
 
 def propose(pair: LoadedPair, states: Sequence[RequestState], lens: Sequence[int]) -> Draft | None:
@@ -72,7 +72,12 @@ def _draw_block(
     drafted: list[list[int]] = [[] for _ in drafting]
     previous = torch.tensor([states[r].anchor for r in drafting], device=pair.device)
     markov_state = pair.drafter.initial_state(len(drafting))
+    survivors = list(range(len(drafting)))
+    # Of every draft, in the order drawn: request and position, row of ``hidden``, token before it, largest logit.
+    places: list[tuple[int, int]] = []
+    rows_of: list[Tensor] = []
     prefixes: list[Tensor] = []
+    peaks: list[Tensor] = []
     for k in range(width):
         active = [i for i, r in enumerate(drafting) if lens[r] > k]
         if len(active) < previous.shape[0]:
@@ -81,9 +86,12 @@ def _draw_block(
             previous, markov_state = previous[keep], _select(markov_state, keep)
         survivors = active
         rows = torch.tensor([row_starts[i] + k for i in active], device=pair.device)
+        places += [(drafting[i], k) for i in active]
+        rows_of.append(rows)
         prefixes.append(previous)
         bias, markov_state = pair.drafter.markov_step(previous, hidden[rows], markov_state)
         logits = base[rows] + bias
+        peaks.append(logits.amax(dim=1))
         group = [states[drafting[i]] for i in active]
         law = draft_laws(logits, group, [drafted[i] for i in active], pair.draft_index_of)
         chosen = sampling.argmax_ids(logits) if law is None else sampling.draw(law, uniforms[active, k])
@@ -96,55 +104,32 @@ def _draw_block(
         for i, token in zip(active, target_ids.tolist(), strict=True):
             drafted[i].append(token)
         previous = target_ids
-    confidence = _confidence(pair, len(states), width, drafting, lens, row_starts, hidden, prefixes)
-    damaged = _find_damage(base, confidence, drafting, lens, row_starts)
     proposal = Proposal(
         ids=ids,
         lens=torch.tensor(list(lens)),
         probs=probs,
         draft_index=index,
-        confidence_logit=confidence,
+        confidence_logit=_confidence(pair, (len(states), width), places, hidden[torch.cat(rows_of)], prefixes),
         draft_to_target=pair.drafter.draft_to_target,
     )
-    return Draft(proposal, damaged)
+    # NaN and +inf both reach the maximum of a row.
+    is_sound = torch.cat(peaks).isfinite().tolist()
+    return Draft(proposal, frozenset(r for (r, _), sound in zip(places, is_sound, strict=True) if not sound))
 
 
 def _confidence(
-    pair: LoadedPair,
-    num_states: int,
-    width: int,
-    drafting: list[int],
-    lens: Sequence[int],
-    row_starts: tuple[int, ...],
-    hidden: Tensor,
-    prefixes: list[Tensor],
+    pair: LoadedPair, shape: tuple[int, int], places: list[tuple[int, int]], hidden: Tensor, prefixes: list[Tensor]
 ) -> Tensor:
-    """Raw confidence logits [R, g]; c_k judges draft k from h_k and the token before it, never from draft k."""
+    """Raw confidence logits [R, g]; c_k judges draft k from h_k and the token before it, never from draft k.
+
+    ``places`` names request and position of every draft, in the order of ``hidden [M, d]`` and ``prefixes``.
+    """
     assert pair.drafter is not None
-    logits = torch.zeros((num_states, width), dtype=torch.float32)
-    if not pair.drafter.has_confidence:
-        return logits
-    where = [(i, k) for k in range(width) for i, r in enumerate(drafting) if lens[r] > k]
-    rows = torch.tensor([row_starts[i] + k for i, k in where], device=pair.device)
-    values = pair.drafter.confidence(torch.cat(prefixes), hidden[rows]).float().cpu()
-    logits[[drafting[i] for i, _ in where], [k for _, k in where]] = values
+    logits = torch.zeros(shape, dtype=torch.float32)
+    if pair.drafter.has_confidence:
+        values = pair.drafter.confidence(torch.cat(prefixes), hidden)
+        logits[[r for r, _ in places], [k for _, k in places]] = values.float().cpu()
     return logits
-
-
-def _find_damage(
-    base: Tensor, confidence: Tensor, drafting: list[int], lens: Sequence[int], row_starts: tuple[int, ...]
-) -> dict[int, str]:
-    damaged: dict[int, str] = {}
-    largest = base.amax(dim=1)
-    if bool(torch.isfinite(largest).all()) and not bool(torch.isnan(confidence).any()):
-        return damaged
-    bad_rows = ~torch.isfinite(largest).cpu()
-    for i, r in enumerate(drafting):
-        if bool(bad_rows[row_starts[i] : row_starts[i + 1]].any()):
-            damaged[r] = "its logits are not numbers"
-        elif bool(torch.isnan(confidence[r, : lens[r]]).any()):
-            damaged[r] = "its confidence is not a number"
-    return damaged
 
 
 def _select(state: Tensor | None, keep: Tensor) -> Tensor | None:

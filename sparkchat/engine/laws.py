@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -13,6 +14,10 @@ from sparkchat.engine.request import RequestState
 from sparkchat.errors import UsageError
 
 DAMAGED_MODEL = "the model's logits are not numbers: its weights are damaged; fetch it again"
+DAMAGED_DRAFTER = "the drafter's logits are not numbers: its weights are damaged; run with --drafter none"
+TOO_STRONG = (
+    "repetition_penalty, presence_penalty or frequency_penalty pushes logits past what numbers hold; give a milder one"
+)
 
 
 @dataclass(frozen=True)
@@ -53,7 +58,7 @@ def target_laws(
     is_greedy = tuple(state.is_greedy for state in states)
     law = None
     if not all(is_greedy):
-        law = _laws(logits, states, [last - first for first, last in zip(row_starts, row_starts[1:], strict=False)])
+        law = _laws(logits, states, [last - first for first, last in pairwise(row_starts)])
     return TargetRows(logits, law, sampling.argmax_ids(logits) if any(is_greedy) else None, is_greedy)
 
 
@@ -78,7 +83,7 @@ def draft_laws(
     Any law is lossless as long as it is the one drawn from; where the settings leave the drafter no token of
     its vocabulary, it drafts blindly and the target turns the draft down.
     """
-    logits.nan_to_num_(nan=0.0, posinf=1e30, neginf=-1e30)  # damage is found and reported by the caller
+    logits.nan_to_num_(nan=0.0, posinf=1e30, neginf=-1e30)  # the caller ends requests with such logits
     for row, (state, tokens) in enumerate(zip(states, drafted, strict=True)):
         try:
             _shape(state, logits[row : row + 1], [tuple(tokens)], index_of)
@@ -90,15 +95,21 @@ def draft_laws(
 
 
 def _shape(state: RequestState, logits: Tensor, extra: list[tuple[int, ...]], index_of: Tensor | None) -> None:
+    """Raises UsageError when the settings leave no token, or no number."""
+    params = state.sampling
     sampling.shape_logits(
         logits,
         state.history,
-        state.sampling,
+        params,
         num_output=len(state.delivered),
         extra=extra,
         eos_ids=state.output.eos_ids,
         index_of=index_of,
     )
+    if params.repetition_penalty == 1.0 and not params.presence_penalty and not params.frequency_penalty:
+        return
+    if not bool(logits.amax(dim=-1).isfinite().all()):
+        raise UsageError(TOO_STRONG)
 
 
 def _laws(logits: Tensor, states: Sequence[RequestState], rows_each: Sequence[int]) -> Tensor:

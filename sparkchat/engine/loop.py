@@ -17,10 +17,11 @@ from sparkchat.engine.acceptance import Acceptance, accept
 from sparkchat.engine.batch import pack_rows
 from sparkchat.engine.calibration import survival
 from sparkchat.engine.drafting import Draft, propose
-from sparkchat.engine.laws import TargetRows, target_laws
+from sparkchat.engine.laws import DAMAGED_DRAFTER, TargetRows, target_laws
 from sparkchat.engine.pair import LoadedPair
 from sparkchat.engine.records import StepClock, step_event
 from sparkchat.engine.request import RequestState
+from sparkchat.engine.slots import FLUSH_ROWS, flush_contexts
 from sparkchat.engine.step_plan import StepIntent, StepLengths, choose_lengths, intend
 from sparkchat.params import Mode
 
@@ -52,8 +53,9 @@ def _calibrate(pair: LoadedPair, draft: Draft | None, num_states: int) -> list[l
     """Survival a_k of every draft: the running product of calibrated confidences."""
     if draft is None:
         return [[] for _ in range(num_states)]
-    logits = torch.nan_to_num(draft.proposal.confidence_logit, nan=0.0)
-    values = survival(logits, pair.temperatures).tolist()
+    logits = draft.proposal.confidence_logit
+    # A confidence is advice: one that is no number admits nothing, and harms no token.
+    values = survival(logits.masked_fill(logits.isnan(), -torch.inf), pair.temperatures).tolist()
     return [row[:length] for row, length in zip(values, draft.proposal.lens.tolist(), strict=True)]
 
 
@@ -70,8 +72,8 @@ def _verify(
     ]
     batch = pack_rows(runs, [s.kv_len for s in states], [s.slot.row for s in states], pair.device)
     hidden, features = pair.target.forward(batch, pair.cache, pair.tap_layers)
-    for index, what in (draft.damaged if draft else {}).items():
-        states[index].finish("error", error=f"the drafter is damaged: {what}; run with --drafter none")
+    for index in draft.damaged if draft else ():
+        states[index].finish("error", error=DAMAGED_DRAFTER)
     target = target_laws(pair.target.logits(hidden), states, batch.row_starts, [run[1:] for run in runs])
     return target, list(batch.row_starts), features
 
@@ -130,6 +132,9 @@ def _commit(
         origins = ["draft"] * taken[r] + ["plain" if intents[r].draft_len == 0 else "bonus"]
         commits.append(state.deliver([*drafts, nexts[r]], origins, events))
         _observe(pair, state, intents[r], lengths[r], state.is_reproducible or len(states) == 1)
+    if pair.drafter is not None and pair.draft_cache is not None:
+        # Plain steps pile up features that no block has asked for.
+        flush_contexts(pair.drafter, pair.draft_cache, [s.slot.draft for s in states], FLUSH_ROWS)
     clock.lap("accept_ms")
     for r, state in enumerate(states):
         if state.finish_reason != "error":

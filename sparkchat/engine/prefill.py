@@ -42,11 +42,7 @@ def prefill_step(pair: LoadedPair, states: Sequence[RequestState]) -> list[dict[
         if features is not None:
             state.slot.draft.add(features[batch.row_starts[r] : batch.row_starts[r + 1]])
     if pair.drafter is not None and pair.draft_cache is not None:
-        flush_contexts(
-            pair.drafter,
-            pair.draft_cache,
-            [s.slot.draft for s in chosen if s.slot.draft.num_pending >= FLUSH_ROWS],
-        )
+        flush_contexts(pair.drafter, pair.draft_cache, [s.slot.draft for s in chosen], FLUSH_ROWS)
     ready = [r for r, state in enumerate(chosen) if state.prefilled == len(state.prompt_ids)]
     if not ready:
         return []

@@ -15,7 +15,7 @@ from sparkchat.engine.drafting import Draft
 from sparkchat.engine.laws import TargetRows
 from sparkchat.engine.pair import LoadedPair
 from sparkchat.engine.request import RequestState
-from sparkchat.engine.step_plan import StepIntent, StepLengths
+from sparkchat.engine.step_plan import REASON_BAD_CONFIDENCE, StepIntent, StepLengths
 
 
 class StepClock:
@@ -64,6 +64,12 @@ def step_event(
     reclaimed = intent.draft_len - chosen.verify_len if intent.mode == "compact" else 0
     logits = [] if draft is None else draft.proposal.confidence_logit[row, : intent.draft_len].tolist()
     has_confidence = pair.drafter is not None and pair.drafter.has_confidence
+    fallback = intent.fallback
+    if chosen.budget is not None and any(map(math.isnan, logits)):
+        fallback = REASON_BAD_CONFIDENCE
+    reject = None
+    if num_committed >= taken:
+        reject = _rejection(draft_ids, full, taken, chosen.verify_len, row, next_id, accepted, target, starts)
     return {
         "event": "step",
         "id": state.id,
@@ -85,13 +91,13 @@ def step_event(
         "cap_trim": None if intent.mode == "compact" else full - taken,
         "committed_ids": committed,
         "bonus_token": next_id if num_committed > taken else None,
-        "reject": _rejection(draft_ids, full, taken, chosen.verify_len, row, next_id, accepted, target, starts),
+        "reject": reject,
         **{name: clock.laps.get(name) for name in ("draft_ms", "plan_ms", "verify_ms", "accept_ms")},
         "step_ms": clock.total_ms,
         "predicted_step_ms": chosen.predicted_ms,
         "predicted_theta": chosen.predicted_theta,
         "graph": {"replayed": False, "key": None},
-        "fallback": intent.fallback,
+        "fallback": fallback,
         "rows_reclaimed": reclaimed,
         "bytes_reclaimed": reclaimed * pair.kv_bytes_per_token,
         "tokens_per_second": state.tokens_per_second,
@@ -123,9 +129,9 @@ def _rejection(
     }
 
 
-def _calibrated(logits: Sequence[float], temperatures: Sequence[float] | None) -> list[float]:
+def _calibrated(logits: Sequence[float], temperatures: Sequence[float] | None) -> list[float | None]:
     scales = temperatures or [1.0] * len(logits)
-    return [_sigmoid(logit / scale) for logit, scale in zip(logits, scales, strict=False)]
+    return [finite(_sigmoid(logit / scale)) for logit, scale in zip(logits, scales, strict=False)]
 
 
 def _sigmoid(value: float) -> float:

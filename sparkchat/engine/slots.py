@@ -35,8 +35,10 @@ class DraftContext:
     num_pending: int = 0
 
     def add(self, features: Tensor) -> None:
-        """features [rows, taps * hidden] of the next positions; kept as it is until it is flushed."""
-        self.pending.append(features)
+        """features [rows, taps * hidden] of the next positions, kept until they are flushed."""
+        # A slice would keep the whole batch it was cut from in memory.
+        is_part = features.untyped_storage().nbytes() > features.nbytes
+        self.pending.append(features.clone() if is_part else features)
         self.num_pending += features.shape[0]
 
     def truncate(self, length: int) -> None:
@@ -48,9 +50,9 @@ class DraftContext:
         self.length = min(self.length, length)
 
 
-def flush_contexts(drafter: Drafter, cache: KVCache, contexts: list[DraftContext]) -> None:
-    """Project every pending feature row into the drafter's cache, all requests in one pass."""
-    waiting = [context for context in contexts if context.num_pending]
+def flush_contexts(drafter: Drafter, cache: KVCache, contexts: list[DraftContext], at_least: int = 1) -> None:
+    """Project the pending rows of contexts with ``at_least`` of them into the drafter's cache, all in one pass."""
+    waiting = [context for context in contexts if context.num_pending >= at_least]
     if not waiting:
         return
     starts = [0]
