@@ -38,19 +38,21 @@ class Scheduler:
     def admit(self) -> list[RequestState]:
         """Give slots to waiting requests while there is room; returns those that start."""
         started: list[RequestState] = []
-        busy = {state.request.session for state in self._running if state.request.session is not None}
-        while self._waiting and len(self._running) < self._concurrency:
-            state = self._waiting[0]
-            if state.request.session in busy:
-                # Two requests of one session share a timeline: the later one waits for the earlier.
+        busy = {state.request.session for state in self._running}
+        for state in self._waiting:
+            session = state.request.session
+            if len(self._running) == self._concurrency:
                 break
-            self._waiting.popleft()
-            state.slot, state.cached_tokens = self._slots.acquire(state.request.session, state.prompt_ids)
+            if session is not None and session in busy:
+                # Two requests of one session share a timeline: the later one waits, and holds up no one else.
+                continue
+            state.slot, state.cached_tokens = self._slots.acquire(session, state.prompt_ids)
             state.prefilled = state.cached_tokens
             self._running.append(state)
             started.append(state)
-            if state.request.session is not None:
-                busy.add(state.request.session)
+            busy.add(session)
+        if started:
+            self._waiting = deque(state for state in self._waiting if state.slot is None)
         return started
 
     def retire(self) -> list[RequestState]:
