@@ -38,7 +38,9 @@ class OutputStream:
     The token that completes a stop string is delivered; its text is cut exactly before the stop string.
     """
 
-    def __init__(self, tokenizer: Any, rules: StopRules, stop: Sequence[str], splitter: ThinkingSplitter | None) -> None:
+    def __init__(
+        self, tokenizer: Any, rules: StopRules, stop: Sequence[str], splitter: ThinkingSplitter | None
+    ) -> None:
         """``tokenizer`` and ``splitter`` are None for a model without a tokenizer, whose answers are ids alone."""
         self._tokenizer = tokenizer
         self._rules = rules

@@ -7,8 +7,8 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from sparkchat.engine.sampling import is_greedy
 from sparkchat.engine.draft_gate import DraftGate
+from sparkchat.engine.sampling import is_greedy
 from sparkchat.engine.statistics import SpeculationStatistics
 from sparkchat.params import GenerateRequest, Mode, SamplingParams
 

@@ -29,15 +29,16 @@ class TextModel:
     chat_template: str | None
     """The profile's template, which replaces the checkpoint's."""
     notices: tuple[str, ...]
+    model_type: str | None = None
 
     @classmethod
     def load(cls, spec: LoadSpec) -> TextModel:
         loaded = load_tokenizer(spec.model_path, cache_dir=None if spec.cache_dir is None else Path(spec.cache_dir))
-        return cls(loaded.tokenizer, spec.chat_template, loaded.notices)
+        return cls(loaded.tokenizer, spec.chat_template, loaded.notices, loaded.model_type)
 
     @property
     def template_source(self) -> TemplateKind:
-        return template_kind(self.tokenizer, self.chat_template)
+        return template_kind(self.tokenizer, self.chat_template, self.model_type)
 
     def prompt_of(self, request: GenerateRequest) -> Prompt:
         """The exact ids of a request's prompt. Raises UsageError for options that its form cannot honour."""
@@ -54,7 +55,12 @@ class TextModel:
             assert request.prompt is not None
             messages = ({"role": "user", "content": request.prompt},)
         rendered = render_prompt(
-            self.tokenizer, messages, system=request.system, think=request.think, chat_template=self.chat_template
+            self.tokenizer,
+            messages,
+            system=request.system,
+            think=request.think,
+            chat_template=self.chat_template,
+            model_type=self.model_type,
         )
         return Prompt(rendered.token_ids, rendered.opens_thinking, rendered.notices)
 
@@ -72,6 +78,10 @@ class TextModel:
     def _refuse_chat_options(request: GenerateRequest) -> None:
         form = "exact token ids" if request.prompt_ids is not None else "exact text"
         if request.system is not None:
-            raise UsageError(f"a system text was given with a prompt of {form}; write it into the prompt, or leave it out")
+            raise UsageError(
+                f"a system text was given with a prompt of {form}; write it into the prompt, or leave it out"
+            )
         if request.think is not None:
-            raise UsageError(f"thinking was chosen with a prompt of {form}; write its tags into the prompt, or leave it out")
+            raise UsageError(
+                f"thinking was chosen with a prompt of {form}; write its tags into the prompt, or leave it out"
+            )
