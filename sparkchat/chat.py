@@ -2,7 +2,8 @@
 
 Ladder when a template raises, each step with a notice: neighbouring messages of one role are joined; the system text
 is merged into the first user message; both; an empty user message is put in front of a chat that starts with an
-answer; last, a fallback layout that the vocabulary suggests. The same fallback serves checkpoints without a template.
+answer; last, a fallback layout that the vocabulary suggests. The same fallback serves checkpoints without a template,
+except for architectures whose prompt is defined in code.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any, Literal
 
 import jinja2
 
+from sparkchat import deepseek_prompt
 from sparkchat.errors import UsageError
 from sparkchat.thinking import ThinkingSplitter, find_thinking_tags, prompt_opens_thinking
 from sparkchat.tokenizer import LoadedTokenizer, load_tokenizer
@@ -94,17 +96,21 @@ def render_prompt(
     think: bool | None = None,
     chat_template: str | None = None,
     add_generation_prompt: bool = True,
+    model_type: str | None = None,
 ) -> RenderedPrompt:
     """Render ``messages`` with ``chat_template`` if given, else the checkpoint's template, else a fallback.
 
     ``system`` goes in front (an empty one too: it replaces a template's built-in system text). ``think`` None leaves
-    the choice to the template. Raises UsageError for no tokenizer, roles other than system, user and assistant,
-    content that is no text, and a ``think`` that the template cannot honour.
+    the choice to the template. ``model_type`` is config.json's, for prompts that are defined in code. Raises
+    UsageError for no tokenizer, roles other than system, user and assistant, content that is no text, and a ``think``
+    that the template cannot honour.
     """
     if tokenizer is None:
         raise UsageError("a chat needs a tokenizer and this model has none; give --prompt-ids")
     chat = _with_system(_checked(messages), system)
     source, kind = _pick_template(tokenizer, chat_template)
+    if source is None and model_type == deepseek_prompt.MODEL_TYPE:
+        return _write_deepseek(tokenizer, chat, bool(think), add_generation_prompt)
     notices: tuple[str, ...] = ()
     rendered = None
     if source is not None:
@@ -129,12 +135,20 @@ def render_prompt(
     return RenderedPrompt(token_ids, text, notices + changes, kind, opens)
 
 
-def template_kind(tokenizer: Any | None, chat_template: str | None = None) -> TemplateKind:
+def _write_deepseek(tokenizer: Any, chat: list[Message], think: bool, add_generation_prompt: bool) -> RenderedPrompt:
+    text = deepseek_prompt.write_chat(chat, think=think, add_generation_prompt=add_generation_prompt)
+    return RenderedPrompt(_encode(tokenizer, text), text, (), "checkpoint", think and add_generation_prompt)
+
+
+def template_kind(
+    tokenizer: Any | None, chat_template: str | None = None, model_type: str | None = None
+) -> TemplateKind:
     """Where the chat template would come from; "none" without a tokenizer."""
     if tokenizer is None:
         return "none"
     source, kind = _pick_template(tokenizer, chat_template)
-    return kind if source is not None else "fallback"
+    has_own = source is not None or model_type == deepseek_prompt.MODEL_TYPE
+    return kind if has_own else "fallback"
 
 
 def encode_text(tokenizer: Any, text: str) -> tuple[int, ...]:

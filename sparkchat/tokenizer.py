@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,8 @@ class LoadedTokenizer:
     end_token_ids: tuple[int, ...]
     """Ids that end an answer, ascending; empty when the checkpoint names none."""
     notices: tuple[str, ...] = ()
+    model_type: str | None = None
+    """As config.json says; some architectures define their prompt in code instead of a chat template."""
 
 
 def load_tokenizer(path: str | Path, *, cache_dir: str | Path | None = None) -> LoadedTokenizer:
@@ -34,7 +36,7 @@ def load_tokenizer(path: str | Path, *, cache_dir: str | Path | None = None) -> 
     """
     path = Path(path)
     if path.is_dir():
-        return _from_folder(path)
+        return replace(_from_folder(path), model_type=_model_type(path))
     if not path.is_file():
         raise ModelNotFound(f"no model at {path}; give a checkpoint folder or a .gguf file")
     metadata = read_metadata(path)
@@ -106,6 +108,14 @@ def _folder_end_ids(folder: Path) -> tuple[int, ...]:
         if ids and all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
             return tuple(sorted(set(ids)))
     return ()
+
+
+def _model_type(folder: Path) -> str | None:
+    try:
+        name = _read_object(folder / "config.json").get("model_type")
+    except DamagedFile:  # missing or unreadable: the weights' loader says so
+        return None
+    return name if isinstance(name, str) else None
 
 
 def _read_object(path: Path) -> Mapping[str, Any]:
