@@ -12,9 +12,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases.harness import chi_square_p
 from torch import Tensor
 
+from cases.harness import chi_square_p
 from sparkchat.engine import rng
 from sparkchat.engine.acceptance import Proposal, accept
 from sparkchat.engine.cost_table import CostLookup

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from cases.harness import chi_square_p
 from torch import Tensor
 
+from cases.harness import chi_square_p
 from sparkchat.engine import sampling
 from sparkchat.engine.rng import DRAFT, uniforms
 from sparkchat.engine.sampling import TokenHistory, argmax_ids, check_logits, draw, probabilities, shape_logits

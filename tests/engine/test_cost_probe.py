@@ -1,0 +1,213 @@
+"""Step costs are measured within the budget, beside running requests, once; a bad stored table is measured again."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cases.harness import Runner, open_runner, to_request
+from engine.conftest import NAN_TOKEN
+from sparkchat.engine import cost_probe
+from sparkchat.engine.cost_probe import measure
+from sparkchat.errors import DamagedFile
+
+BLOCK = 5
+
+
+class SlowMachine:
+    """A clock that only steps move: how long a plain step and a verified row take is given."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, plain: float, row: float) -> None:
+        self.now, self.lengths = 1000.0, []
+        self._plain, self._row = plain, row
+        clock = SimpleNamespace(monotonic=lambda: self.now, perf_counter=lambda: self.now)
+        monkeypatch.setattr(cost_probe, "time", clock)
+        monkeypatch.setattr(cost_probe, "decode_step", self._step)
+
+    def _step(self, probe: Any, states: list[Any], mode: str, choose: Any) -> None:
+        (chosen, *_) = choose(states, [None] * len(states))
+        length = None if mode == "off" else chosen.verify_len
+        self.lengths.append(length)
+        self.now += self._plain if length is None else self._plain + self._row * (length + 1)
+
+
+def test_a_table_of_every_length_on_a_quick_machine(tiny: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = SlowMachine(monkeypatch, 0.01, 0.001)
+    table = measure(tiny.engine.pair, 1)
+    assert table.rows == (1, 2, 3, 4, 5, 6)
+    assert table.step_ms == pytest.approx([11, 12, 13, 14, 15, 16])
+    assert table.plain_ms == pytest.approx(10)
+    assert table.source == "measured"
+    assert {machine.lengths.count(n) for n in (None, *range(6))} == {cost_probe.REPEATS + 1}
+    assert machine.now - 1000 <= 2.0
+
+
+def test_a_slow_machine_keeps_to_two_seconds_and_still_fills_the_table(
+    tiny: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = SlowMachine(monkeypatch, 0.4, 0.05)
+    table = measure(tiny.engine.pair, 1)
+    assert machine.now - 1000 <= 2.0 + 0.7
+    assert machine.lengths[:3] == [None, 0, BLOCK]
+    assert len(machine.lengths) < 7
+    assert table.rows == (1, 2, 3, 4, 5, 6)
+    assert table.step_ms == pytest.approx([450, 500, 550, 600, 650, 700])
+
+
+def test_the_slowest_machine_times_the_bounds_once(tiny: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = SlowMachine(monkeypatch, 30.0, 1.0)
+    table = measure(tiny.engine.pair, 4)
+    assert machine.lengths == [None, 0, BLOCK, 0, BLOCK]
+    assert table.rows == (1, 2, 3, 4, 5, 6, 8, 12, 16, 20, 24)
+    assert table.plain_ms == pytest.approx(30_000)
+
+
+def test_the_real_clock_is_kept_too(tiny: Runner) -> None:
+    table = measure(tiny.engine.pair, 3)
+    assert table.rows == (1, 2, 3, 4, 5, 6, 9, 12, 15, 18)
+    assert all(ms > 0 for ms in (*table.step_ms, table.plain_ms))
+
+
+@pytest.mark.parametrize("context", [2, 3, 9])
+def test_a_context_smaller_than_the_probe(context: int, tiny_pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = open_runner(tiny_pair.target, tiny_pair.drafter, context=context, concurrency=2)
+    monkeypatch.setattr(cost_probe, "BUDGET_SECONDS", 0.0)
+    assert measure(opened.engine.pair, 2).rows[-1] == 12
+    assert len(opened.ids([{"prompt_ids": [301], "mode": "static", "ignore_eos": True}])[0]) == context - 1
+
+
+def without_table(pair: Any, **spec: Any) -> Any:
+    from sparkchat.engine.engine import Engine
+    from sparkchat.params import LoadSpec
+
+    events: list[dict[str, Any]] = []
+    spec = {"device": "cpu", "context": 128, "threads": 1, **spec}
+    engine = Engine(
+        LoadSpec(name="fixture", model_path=str(pair.target), drafter_path=str(pair.drafter), **spec), events.append
+    )
+    return engine, events
+
+
+def stages(events: list[dict[str, Any]]) -> list[str]:
+    return [e["stage"] for e in events if e["event"] == "loading"]
+
+
+def test_a_measured_table_is_kept_and_found_again(
+    tiny_pair: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cost_probe, "BUDGET_SECONDS", 0.0)
+    cache = str(tmp_path / "cache")
+    first, events = without_table(tiny_pair, mode="compact", cache_dir=cache)
+    assert "cost_table" in stages(events)
+    table = first.info["cost_table"]
+    assert (table["source"], table["rows"]) == ("measured", [1, 2, 3, 4, 5, 6])
+    # The next start finds it in every mode, and measures nothing.
+    second, events = without_table(tiny_pair, mode="static", cache_dir=cache)
+    assert "cost_table" not in stages(events)
+    assert second.info["cost_table"] == {**table, "source": "cached"}
+    # Another batch size, or other weights, is another table.
+    assert without_table(tiny_pair, mode="static", cache_dir=cache, concurrency=2)[0].info["cost_table"] is None
+    weights = tiny_pair.drafter / "model.safetensors"
+    os.utime(weights, ns=(1, 1))
+    assert without_table(tiny_pair, mode="static", cache_dir=cache)[0].info["cost_table"] is None
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b"[]", b'{"schema": "other"}', b'{"schema": "sparkchat.cost_table/1"}', b"\xff\xfe",
+     b'{"schema": "sparkchat.cost_table/1", "rows": [2, 1], "step_ms": [1, 1], "plain_ms": null}',
+     b'{"schema": "sparkchat.cost_table/1", "rows": [1], "step_ms": ["x"], "plain_ms": null}'],
+)  # fmt: skip
+def test_a_damaged_table_is_measured_again_and_replaced(
+    content: bytes, tiny_pair: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cost_probe, "BUDGET_SECONDS", 0.0)
+    cache = str(tmp_path / "cache")
+    without_table(tiny_pair, mode="compact", cache_dir=cache)
+    (path,) = (tmp_path / "cache" / "cost_tables").iterdir()
+    path.write_bytes(content)
+    engine, events = without_table(tiny_pair, mode="compact", cache_dir=cache)
+    (notice,) = [e["message"] for e in events if e["event"] == "notice"]
+    assert str(path) in notice
+    assert "replaced by the next measurement" in notice
+    assert "tune" not in notice
+    assert engine.info["cost_table"]["source"] == "measured"
+    assert without_table(tiny_pair, cache_dir=cache)[0].info["cost_table"]["source"] == "cached"
+
+
+def test_a_cache_folder_that_cannot_be_written_is_a_notice(
+    tiny_pair: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cost_probe, "BUDGET_SECONDS", 0.0)
+    (tmp_path / "file").write_text("in the way")
+    engine, events = without_table(tiny_pair, mode="compact", cache_dir=str(tmp_path / "file"))
+    assert engine.info["cost_table"]["source"] == "measured"
+    assert any("cannot be" in e["message"] for e in events if e["event"] == "notice")
+
+
+def test_the_first_mode_that_plans_measures_in_the_middle_of_an_answer(
+    tiny_pair: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also when every cache row is taken, by the answer itself and an idle session."""
+    monkeypatch.setattr(cost_probe, "BUDGET_SECONDS", 0.0)
+    line = {"prompt_ids": [301, 302], "max_tokens": 24, "ignore_eos": True}
+    engine, _ = without_table(tiny_pair, mode="static")
+    (plain,) = engine.generate([to_request({**line, "mode": "off", "session": "idle"}, 0)])
+    assert engine.info["cost_table"] is None
+    engine.submit(to_request({**line, "session": "busy"}, 1))
+    events = [e for _ in range(6) for e in engine.step()]
+    switched = engine.set_mode("compact")
+    assert [e["event"] for e in switched] == ["info", "mode_change"]
+    assert switched[0]["info"]["cost_table"]["source"] == "measured"
+    assert engine.set_mode("static")[0]["event"] == "mode_change"
+    assert [e["event"] for e in engine.set_mode("compact")] == ["mode_change"]
+    while engine.has_work:
+        events += engine.step()
+    assert events[-1]["result"]["token_ids"] == plain["token_ids"]
+    assert {e["mode_requested"] for e in events if e["event"] == "step"} == {"static", "compact"}
+
+
+def test_a_request_in_a_planning_mode_measures_first(tiny_pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cost_probe, "BUDGET_SECONDS", 0.0)
+    engine, _ = without_table(tiny_pair)
+    line = {"prompt_ids": [301], "mode": "cap-accept", "max_tokens": 9, "ignore_eos": True}
+    assert [e["event"] for e in engine.submit(to_request(line, 0))] == ["info"]
+    events = []
+    while engine.has_work:
+        events += engine.step()
+    assert all(e["fallback"] is None and e["budget"] is not None for e in events if e["event"] == "step")
+
+
+def test_a_damaged_pair_is_named_instead_of_measured(
+    damaged_target: Path, tiny_pair: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the probe would wait for a first token that never comes."""
+    monkeypatch.setattr(cost_probe, "BUDGET_SECONDS", 0.0)
+    monkeypatch.setattr(cost_probe, "PROMPT_TOKENS", 512)  # long enough to hold the damaged token
+    pair = SimpleNamespace(target=damaged_target, drafter=tiny_pair.drafter)
+    with pytest.raises(DamagedFile, match="not numbers"):
+        without_table(pair, mode="compact", context=600)
+    engine, _ = without_table(pair, mode="static", context=600)
+    (refused,) = engine.submit(to_request({"prompt_ids": [301], "mode": "compact"}, 0))
+    assert refused["result"]["finish_reason"] == "error"
+    assert "not numbers" in refused["result"]["error"]
+    with pytest.raises(DamagedFile):
+        engine.set_mode("compact")
+    assert engine.mode == "static"
+    (good,) = engine.generate([to_request({"prompt_ids": [301], "max_tokens": 4, "ignore_eos": True}, 1)])
+    assert (good["error"], NAN_TOKEN in good["token_ids"]) == (None, False)
+
+
+def test_fewer_temperatures_than_the_block_do_not_stop_the_probe(
+    tiny_pair: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cost_probe, "BUDGET_SECONDS", 0.0)
+    engine, _ = without_table(tiny_pair, mode="compact", block_size=3, temperatures=(1.0, 1.1, 1.2))
+    assert engine.info["cost_table"]["rows"][-1] == BLOCK + 1
+    wider = to_request({"prompt_ids": [301], "mode": "compact", "block_size": 4}, 0)
+    (refused,) = engine.submit(wider)
+    assert "temperatures" in refused["result"]["error"]
