@@ -29,6 +29,7 @@ from sparkchat.ui.history import History
 from sparkchat.ui.keymap import load_keymap
 from sparkchat.ui.live_chat import LiveChat, View
 from sparkchat.ui.screens.help import HelpScreen
+from sparkchat.ui.screens.inspector import InspectorScreen
 from sparkchat.ui.terminal import TerminalGuard
 from sparkchat.ui.trace_sink import TraceSink
 from sparkchat.ui.widgets.bars import Badge, PartsBar
@@ -38,6 +39,8 @@ from sparkchat.ui.widgets.transcript import Transcript
 
 QUIT_SECONDS = 3.0
 """How long ctrl+c stays armed."""
+END_SECONDS = 0.5
+"""How long the end of an answer is waited for when the program ends in the middle of it."""
 _NEEDS_ARGUMENT = {"mode", "set", "system", "export", "trace"}
 
 
@@ -78,6 +81,8 @@ class SparkApp(App[int]):
             id="tokens.toggle",
             priority=True,
         ),
+        Binding("f4", "inspect", "step inspector", id="steps.inspect", priority=True),
+        Binding("f5", "compare", "the last question again under every mode", id="compare", priority=True),
         Binding("ctrl+t", "toggle_thinking", "show or hide the thinking", id="thinking.toggle", priority=True),
         Binding(
             "ctrl+r", "search_history", "search the history for what is written", id="history.search", priority=True
@@ -286,6 +291,16 @@ class SparkApp(App[int]):
         if not isinstance(self.screen, HelpScreen):
             self.push_screen(HelpScreen(self.chat.help_text()))
 
+    def action_inspect(self) -> None:
+        self.show_steps()
+
+    def show_steps(self) -> None:
+        if not isinstance(self.screen, InspectorScreen):
+            self.push_screen(InspectorScreen(self.glyphs, list(self.chat.records)))
+
+    def action_compare(self) -> None:
+        self.chat.send("/compare")
+
     def action_toggle_panel(self) -> None:
         self.set_panel(not self.panel.display)
 
@@ -320,6 +335,15 @@ class SparkApp(App[int]):
     def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:
         for command in COMMANDS:
             yield SystemCommand(f"/{command.name}", command.help, lambda name=command.name: self._from_palette(name))
+        for binding in self.BINDINGS:
+            if isinstance(binding, Binding) and binding.action != "command_palette":
+                yield SystemCommand(binding.description, binding.key, self._later_action(binding.action))
+
+    def _later_action(self, action: str) -> Callable[[], None]:
+        def run() -> None:
+            self.call_later(self.run_action, action)
+
+        return run
 
     def _from_palette(self, name: str) -> None:
         if name in _NEEDS_ARGUMENT:
@@ -345,8 +369,11 @@ def run_tui(config: RunConfig, make_engine: Callable[[], Engine] | None = None) 
             app.run()
             guard.is_clean = app._exception is None
     finally:
-        trace.close()
+        # The terminal is the user's again; an answer that was running still gets its end in the trace.
+        if hasattr(app, "chat") and (running := app.chat.running_id) is not None:
+            app.bridge.stop_answer(running, END_SECONDS)
         app.bridge.close()
+        trace.close()
     if guard.exit_code is not None:
         return guard.exit_code
     if app._exception is not None:

@@ -5,15 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 
-def badge_text(info: dict[str, Any], step: dict[str, Any] | None, mode: str) -> str | None:
+def badge_text(
+    info: dict[str, Any], step: dict[str, Any] | None, mode: str, reason_off: str | None = None
+) -> str | None:
     """The sentence of the badge, or None when drafts are verified as asked.
 
-    ``info`` is the engine's INFO (empty while it loads), ``mode`` what the user asked for.
+    ``info`` is the engine's INFO (empty while it loads), ``mode`` what the user asked for, ``reason_off`` why there is
+    no drafter when that was decided before the engine started.
     """
     if not info:
         return None
     if not info.get("drafter"):
-        return f"no speculation: {info.get('reason_off') or 'no drafter is loaded'}"
+        return f"no speculation: {reason_off or info.get('reason_off') or 'no drafter is loaded'}"
     if mode == "off":
         return "speculation is off: mode off was chosen (shift+tab changes it)"
     if info.get("reason_off"):

@@ -53,6 +53,8 @@ class Batch:
     items: list[TextUpdate | Event] = field(default_factory=list)
     stats: dict[str, Snapshot] = field(default_factory=dict)
     """Request id -> its numbers, for requests that made progress."""
+    steps: list[tuple[Event, str | None]] = field(default_factory=list)
+    """Every step, with the text of the token that the target added."""
 
     def __bool__(self) -> bool:
         return bool(self.items or self.stats)
@@ -76,6 +78,8 @@ class Bridge:
         self._thread: threading.Thread | None = None
         self._stopping = threading.Event()
         self._folder = _Folder()
+        self._end_came = threading.Condition()
+        self._ended: set[str] = set()
 
     def start(self) -> None:
         """Start the engine and the thread; loading progress arrives as events."""
@@ -98,6 +102,15 @@ class Bridge:
 
     def cancel(self, request_id: str) -> None:
         self._require().cancel(request_id)
+
+    def stop_answer(self, request_id: str, seconds: float) -> None:
+        """Cancel an answer and wait until its end has been recorded, or for ``seconds``."""
+        with self._end_came:
+            try:
+                self._require().cancel(request_id)
+            except EngineCrash:
+                return
+            self._end_came.wait_for(lambda: request_id in self._ended, seconds)
 
     def close(self) -> None:
         """Stop the thread, then the engine."""
@@ -139,6 +152,10 @@ class Bridge:
         self._folder.add(event)
         if problem:
             self._folder.add({"event": "notice", "id": None, "message": problem})
+        if event.get("event") == "end":
+            with self._end_came:
+                self._ended.add(event["id"])
+                self._end_came.notify_all()
 
 
 class _Folder:
@@ -149,6 +166,7 @@ class _Folder:
         self._stats: dict[str, AnswerStats] = {}
         self._moved: set[str] = set()
         self._texts: dict[str, TokenText] = {}
+        self._steps: list[tuple[Event, str | None]] = []
 
     @property
     def has_news(self) -> bool:
@@ -167,6 +185,7 @@ class _Folder:
             self._stats[request_id].add_step(event)
             self._moved.add(request_id)
             self._add_runs(request_id, self._texts[request_id].add_step(event))
+            self._steps.append((event, self._texts[request_id].bonus_text))
         elif kind not in ("delta", "step"):
             if kind == "end" and request_id in self._texts:
                 self._add_runs(request_id, self._texts[request_id].flush())
@@ -177,8 +196,8 @@ class _Folder:
         for request_id, text in self._texts.items():
             if everything or text.has_waited():
                 self._add_runs(request_id, text.flush())
-        batch = Batch(self._items, {key: self._snapshot(key) for key in self._moved})
-        self._items, self._moved = [], set()
+        batch = Batch(self._items, {key: self._snapshot(key) for key in self._moved}, self._steps)
+        self._items, self._moved, self._steps = [], set(), []
         for item in batch.items:
             if isinstance(item, dict) and item.get("event") == "end":
                 self._stats.pop(item.get("id"), None)

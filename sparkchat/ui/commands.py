@@ -33,6 +33,8 @@ class ChatFront(Protocol):
     def regenerate(self) -> None: ...
     def edit_last(self) -> None: ...
     def copy(self, text: str) -> None: ...
+    def compare(self) -> None: ...
+    def inspect(self) -> None: ...
     def restart_engine(self) -> None: ...
     def quit(self) -> None: ...
 
@@ -204,6 +206,15 @@ COMMANDS: Sequence[Command] = (
     Command("copy", "/copy [N|code]", "copy the N-th last answer, or its last code block", _copy),
     Command("trace", "/trace [FILE|off]", "record every step from here on into a new file", _trace),
     Command("export", "/export FILE.md|.json", "save the chat with its numbers", _export),
+    Command(
+        "compare",
+        "/compare",
+        "the last question again under every mode, same seed, side by side",
+        _no_argument(lambda front: front.compare(), "compare"),
+    ),
+    Command(
+        "inspect", "/inspect", "the steps of the last answer", _no_argument(lambda each: each.inspect(), "inspect")
+    ),
     Command("load", "/load", "start the engine again", _no_argument(lambda front: front.restart_engine(), "load")),
     Command("quit", "/quit", "leave", _no_argument(lambda front: front.quit(), "quit"), ("exit", "bye", "q")),
 )

@@ -37,6 +37,8 @@ class Turn:
     prompt: str
     request_id: str
     answer: Answer = field(default_factory=Answer)
+    seed: int | None = None
+    """What the answer was drawn with."""
 
 
 class Conversation:
@@ -80,6 +82,13 @@ class Conversation:
         if self._raw:
             content = {"prompt": turn.prompt, "raw": True}
         return GenerateRequest(id=turn.request_id, sampling=self.sampling, session=self.session, **content)
+
+    def request_again(self, turn: Turn) -> GenerateRequest:
+        """The request of the newest turn as it was, its answer left out."""
+        request = self.request(turn)
+        if request.messages is None or not turn.answer.text:
+            return request
+        return replace(request, messages=request.messages[:-1])
 
     def turn_of(self, request_id: str | None) -> Turn | None:
         return next((turn for turn in reversed(self.turns) if turn.request_id == request_id), None)

@@ -5,23 +5,27 @@ No key and no layout is known here; ``app.py`` has those.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from sparkchat.config import RunConfig
 from sparkchat.errors import EngineCrash, SparkchatError, UsageError, error_from_name
 from sparkchat.params import MODES, Mode
+from sparkchat.ui.answer_view import ActiveAnswer, AnswerView
 from sparkchat.ui.badge import badge_text
+from sparkchat.ui.bars_text import status_parts, title_parts
 from sparkchat.ui.bridge import Batch, Bridge, Event, TextUpdate
 from sparkchat.ui.commands import command_table, run_command
-from sparkchat.ui.conversation import Conversation, Turn
-from sparkchat.ui.document import Section
+from sparkchat.ui.compare import Comparison
+from sparkchat.ui.conversation import Conversation
 from sparkchat.ui.glyphs import Glyphs
+from sparkchat.ui.inspection import StepRecord
 from sparkchat.ui.progress import loading_text
-from sparkchat.ui.stats import Snapshot, number, result_line
+from sparkchat.ui.stats import Snapshot, result_line
 from sparkchat.ui.trace_sink import TraceSink
-from sparkchat.ui.widgets.bars import Badge, Part, PartsBar
+from sparkchat.ui.widgets.bars import Badge, PartsBar
 from sparkchat.ui.widgets.step_panel import StepPanel
 from sparkchat.ui.widgets.transcript import Transcript
 
@@ -38,6 +42,11 @@ class Desk(Protocol):
     def edit(self, text: str) -> None: ...
     def key_help(self) -> str: ...
     def set_panel(self, shown: bool) -> None: ...
+    def show_steps(self) -> None: ...
+
+
+MOST_RECORDS = 5000
+"""Steps that the inspector can show; the trace has them all."""
 
 
 @dataclass
@@ -49,19 +58,6 @@ class View:
     transcript: Transcript
     panel: StepPanel
     status: PartsBar
-
-
-@dataclass
-class ActiveAnswer:
-    """An answer on its way."""
-
-    turn: Turn
-    has_started: bool = False
-    is_stopping: bool = False
-    section: Section | None = None
-    channel: str = ""
-    thinking_head: Section | None = None
-    thinking_sections: list[Section] = field(default_factory=list)
 
 
 class LiveChat:
@@ -87,19 +83,21 @@ class LiveChat:
         self._flash: str | None = None
         self._flash_number = 0
         self._snapshot = Snapshot()
-        self._shows_thinking = False
-        self._thinking: list[tuple[Section, Section]] = []
+        self._answers = AnswerView(view.transcript, glyphs)
+        self.records: deque[StepRecord] = deque(maxlen=MOST_RECORDS)
+        """Steps of the newest answer."""
+        self._comparison: Comparison | None = None
 
     # Start
 
     def begin(self, notices: Sequence[str] = ()) -> None:
         for sentence in (*self._config.notices, *notices):
-            self._note(sentence)
+            self._answers.note(sentence)
         self._bridge.start()
         self.refresh_bars()
 
     def restart_engine(self) -> None:
-        if self.active is not None and self.active.has_started:
+        if self._comparison is not None or (self.active is not None and self.active.has_started):
             raise UsageError("an answer is running; esc stops it")
         self.state, self.failure, self.info = "loading", None, {}
         self._loading = "starting the engine again"
@@ -116,19 +114,18 @@ class LiveChat:
             else:
                 self.ask(text)
         except SparkchatError as error:
-            self._note(error.message, "error")
+            self._answers.note(error.message, "error")
         self._view.transcript.update_rows()
         self.refresh_bars()
 
     def ask(self, prompt: str) -> None:
-        if self.active is not None:
+        if self.is_busy:
             self._desk.edit(prompt)
             self.flash("an answer is running; esc stops it")
             return
-        section = self._view.transcript.add_section("plain", "user", margin=f"{self._glyphs.user} ")
-        section.append(prompt)
-        section.finish()
+        self._answers.question(prompt)
         self.active = ActiveAnswer(self.conversation.ask(prompt))
+        self.records.clear()
         self._view.transcript.follow()
         if self.state == "down":
             self.restart_engine()
@@ -146,6 +143,8 @@ class LiveChat:
     def stop(self) -> bool:
         """Stop the answer that is running or waiting; False when there is none."""
         active = self.active
+        if self._comparison is not None:
+            return self._stop_comparison()
         if active is None:
             return False
         if active.is_stopping or self.state != "ready":
@@ -165,6 +164,46 @@ class LiveChat:
         if self.active is active:
             self._close_answer(None)
 
+    @property
+    def is_busy(self) -> bool:
+        return self.active is not None or self._comparison is not None
+
+    @property
+    def running_id(self) -> str | None:
+        """The request that the engine works on."""
+        if self._comparison is not None and self._comparison.current is not None:
+            return self._comparison.current.id
+        return self.active.turn.request_id if self.active is not None and self.active.has_started else None
+
+    def compare(self) -> None:
+        """Answer the last question again under every mode, with the same seed, and show the numbers side by side."""
+        turn = self.conversation.turns[-1] if self.conversation.turns else None
+        if self.is_busy or self.state != "ready":
+            raise UsageError("the engine is busy; esc stops an answer")
+        if turn is None or not turn.answer.result:
+            raise UsageError("/compare needs an answer to run again: ask something first")
+        if not self.info.get("drafter"):
+            raise UsageError("/compare needs a drafter: without one there is nothing to compare")
+        self._comparison = Comparison(self.conversation.request_again(turn), turn.seed)
+        self._next_comparison()
+
+    def _next_comparison(self) -> None:
+        comparison = self._comparison
+        assert comparison is not None
+        if comparison.current is not None:
+            self._bridge.generate(comparison.current)
+            return
+        self._comparison = None
+        self._answers.table(comparison.table())
+
+    def _stop_comparison(self) -> bool:
+        comparison, self._comparison = self._comparison, None
+        assert comparison is not None
+        if comparison.current is not None:
+            self._bridge.cancel(comparison.current.id)
+        self._answers.note("comparison stopped")
+        return True
+
     def change_mode(self, mode: Mode) -> None:
         if mode != "off" and self.info and not self.info.get("drafter"):
             raise UsageError(f"mode {mode} needs a drafter: {self.info.get('reason_off') or 'none is loaded'}")
@@ -183,7 +222,7 @@ class LiveChat:
     # commands.ChatFront
 
     def say(self, text: str) -> None:
-        self._note(text)
+        self._answers.note(text)
 
     def help_text(self) -> str:
         return f"{self._desk.key_help()}\n\n{command_table()}"
@@ -205,25 +244,20 @@ class LiveChat:
         self._desk.set_panel(shown)
 
     def show_thinking(self, shown: bool) -> None:
-        self._shows_thinking = shown
-        for head, section in self._thinking:
-            section.is_folded = not shown
-            head.replace(self._thinking_text(section))
-        self._view.transcript.update_rows(all_rows=True)
+        self._answers.show_thinking(shown)
 
     def toggle_thinking(self) -> None:
-        self.show_thinking(not self._shows_thinking)
+        self._answers.show_thinking(not self._answers.shows_thinking)
 
     def new_chat(self) -> None:
         self.stop()
         self.active = None
         self.conversation.clear()
-        self._thinking.clear()
-        self._view.transcript.clear()
+        self._answers.clear()
         self._show_numbers(Snapshot())
 
     def regenerate(self) -> None:
-        if self.active is not None:
+        if self.is_busy:
             raise UsageError("an answer is running; esc stops it")
         prompt = self.conversation.drop_last()
         if prompt is None:
@@ -231,13 +265,16 @@ class LiveChat:
         self.ask(prompt)
 
     def edit_last(self) -> None:
-        if self.active is not None:
+        if self.is_busy:
             raise UsageError("an answer is running; esc stops it")
         prompt = self.conversation.drop_last()
         if prompt is None:
             raise UsageError("/edit has nothing to change: the chat is empty")
-        self._note("the last question and its answer are taken back; change it and send it again")
+        self._answers.note("the last question and its answer are taken back; change it and send it again")
         self._desk.edit(prompt)
+
+    def inspect(self) -> None:
+        self._desk.show_steps()
 
     def copy(self, text: str) -> None:
         self.flash(self._desk.send_to_clipboard(text))
@@ -258,6 +295,11 @@ class LiveChat:
         # First, because the end of the answer may be among the items, and its numbers stay on the screen.
         if self.active is not None and (snapshot := batch.stats.get(self.active.turn.request_id)):
             self._show_numbers(snapshot)
+        comparison = self._comparison
+        if comparison is not None and (snapshot := batch.stats.get(self.running_id or "")):
+            comparison.num_tokens = snapshot.num_tokens
+            self._show_numbers(snapshot)
+        self.records.extend(StepRecord(*each) for each in batch.steps)
         for item in batch.items:
             if isinstance(item, TextUpdate):
                 self._take_text(item)
@@ -265,40 +307,9 @@ class LiveChat:
                 self._take_event(item)
 
     def _take_text(self, update: TextUpdate) -> None:
-        active = self.active
-        if active is None or update.id != active.turn.request_id:
-            return
-        if active.section is None or active.channel != update.channel:
-            self._open_section(active, update.channel)
-        assert active.section is not None
-        for run in update.runs:
-            active.section.append(run.text)
-            active.section.mark_origin(run.origin)
-        text = "".join(run.text for run in update.runs)
-        if update.channel == "thinking":
-            active.turn.answer.thinking += text
-            assert active.thinking_head is not None
-            active.thinking_head.replace(self._thinking_text(active.section))
-        else:
-            active.turn.answer.text += text
-
-    def _open_section(self, active: ActiveAnswer, channel: str) -> None:
-        transcript = self._view.transcript
-        if active.section is not None:
-            active.section.finish()
-        active.channel = channel
-        if channel == "thinking":
-            active.thinking_head = transcript.add_section("plain", "thinking")
-            active.section = transcript.add_section("plain", "thinking", margin="  ", gap=False)
-            active.section.is_folded = not self._shows_thinking
-            self._thinking.append((active.thinking_head, active.section))
-        else:
-            active.section = transcript.add_section("markdown")
-
-    def _thinking_text(self, section: Section) -> str:
-        mark = self._glyphs.folded if section.is_folded else self._glyphs.unfolded
-        dot = self._glyphs.separator
-        return f"{mark} thinking {dot} {len(section.text.split())} words {dot} ctrl+t"
+        # Text of an answer that was given up on the screen is not shown any more.
+        if self.active is not None and update.id == self.active.turn.request_id:
+            self._answers.take_text(self.active, update)
 
     def _take_event(self, event: Event) -> None:
         handler = {
@@ -320,7 +331,7 @@ class LiveChat:
         self.info = event["info"]
         self.state, self.failure = "ready", None
         for sentence in self.info.get("notices") or ():
-            self._note(sentence)
+            self._answers.note(sentence)
         if not self.info.get("drafter"):
             self.conversation.mode = "off"
         elif self.conversation.mode != self.info.get("mode"):
@@ -335,16 +346,24 @@ class LiveChat:
         self._go_down(EngineCrash(event.get("message") or "the engine process ended"))
 
     def _go_down(self, error: SparkchatError) -> None:
-        self.state, self.failure = "down", error
+        self.state, self.failure, self._comparison = "down", error, None
         if self.active is not None:
             self._close_answer(None)
-        self._note(f"{error.message}; the chat is kept: send a message, or /load, to start the engine again", "error")
+        self._answers.note(
+            f"{error.message}; the chat is kept: send a message, or /load, to start the engine again", "error"
+        )
 
     def _on_start(self, event: Event) -> None:
         if self.active is not None and event["id"] == self.active.turn.request_id:
             self.active.has_started = True
+            self.active.turn.seed = (event.get("sampling") or {}).get("seed")
 
     def _on_end(self, event: Event) -> None:
+        comparison = self._comparison
+        if comparison is not None and comparison.current is not None and comparison.current.id == event["id"]:
+            comparison.take_end(event["result"])
+            self._next_comparison()
+            return
         turn = self.conversation.turn_of(event["id"])
         if turn is not None:
             turn.answer.result = event["result"]
@@ -352,33 +371,14 @@ class LiveChat:
             self._close_answer(event["result"])
 
     def _on_notice(self, event: Event) -> None:
-        self._note(event.get("message", ""))
+        self._answers.note(event.get("message", ""))
 
     # Drawing
 
     def _close_answer(self, result: dict[str, Any] | None) -> None:
-        """End the answer on the screen; without a result it was stopped, or the engine is gone."""
         active, self.active = self.active, None
         assert active is not None
-        if active.section is not None:
-            active.section.finish()
-        answer = active.turn.answer
-        answer.was_stopped = result is None or result.get("finish_reason") == "cancelled"
-        if result is not None and result.get("finish_reason") == "error":
-            self._note(result.get("error") or "the engine refused the request", "error")
-        footer = self._view.transcript.add_section("plain", "footer", gap=active.section is not None)
-        separator = self._glyphs.separator
-        footer.append(result_line(result, separator) if result else self._stopped_text(active))
-        footer.finish()
-
-    def _stopped_text(self, active: ActiveAnswer) -> str:
-        tokens = self._snapshot.num_tokens if active.has_started else 0
-        return f"{tokens} tokens {self._glyphs.separator} stopped"
-
-    def _note(self, text: str, style: str = "notice") -> None:
-        section = self._view.transcript.add_section("plain", style)
-        section.append(text)
-        section.finish()
+        self._answers.close(active, result, self._snapshot.num_tokens if active.has_started else 0)
 
     def _show_numbers(self, snapshot: Snapshot) -> None:
         self._snapshot = snapshot
@@ -396,38 +396,14 @@ class LiveChat:
             self.refresh_bars()
 
     def refresh_bars(self) -> None:
-        info, label = self.info, self._config.label or self._config.spec.name
-        lines_below = not self._view.transcript.is_following
-        size = f"block {info['block_size']}" if info.get("block_size") else ""
-        where = f"{info.get('device', '')} {info.get('dtype', '')}".strip()
-        trace = f"trace {self.trace.path.name}" if self.trace.path else ""
-        below = "more below (End)" if lines_below else ""
-        self._view.title.show(
-            [
-                (1, "sparkchat", "strong"),
-                (0, label, "text"),
-                (4, where, "dim"),
-                (5, size, "dim"),
-                (3, trace, "dim"),
-                (2, below, "strong"),
-            ]
+        trace = self.trace.path.name if self.trace.path else None
+        label = self._config.label or self._config.spec.name
+        self._view.title.show(title_parts(label, self.info, trace, not self._view.transcript.is_following))
+        self._view.badge.show_reason(
+            badge_text(self.info, self._snapshot.step, self.conversation.mode, self._config.reason_off)
         )
-        self._view.badge.show_reason(badge_text(info, self._snapshot.step, self.conversation.mode))
-        self._view.status.show([(0, self._flash, "strong")] if self._flash else self._status_parts())
-
-    def _status_parts(self) -> list[Part]:
-        snapshot, step = self._snapshot, self._snapshot.step or {}
-        parts: list[Part] = [(0, self._mode_part(), "strong"), (1, self._state_text(), "text")]
-        if snapshot.num_steps:
-            parts += [
-                (2, f"{number(snapshot.tokens_per_second_now)} tok/s", "text"),
-                (6, f"mean {number(snapshot.tokens_per_second)}", "dim"),
-                (3, f"acceptance {number(snapshot.mean_acceptance_length, 2)}", "text"),
-                (4, f"verify {step.get('verify_len', '-')}", "text"),
-                (5, f"step {number(step.get('step_ms'))}/{number(step.get('predicted_step_ms'))} ms", "dim"),
-            ]
-        parts.append((7, "F1 help", "dim"))
-        return parts
+        parts = status_parts(self._mode_part(), self._state_text(), self._snapshot)
+        self._view.status.show([(0, self._flash, "strong")] if self._flash else parts)
 
     def _mode_part(self) -> str:
         asked, effective = self.conversation.mode, self._snapshot.mode
@@ -439,6 +415,8 @@ class LiveChat:
             return "engine stopped"
         if self.state == "loading":
             return self._loading + (" (your message waits)" if self.active else "")
+        if self._comparison is not None:
+            return self._comparison.progress
         if self.active is None:
             return "ready"
         if self.active.is_stopping:

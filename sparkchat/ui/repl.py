@@ -14,6 +14,7 @@ from sparkchat.ui.answering import Answerer, Signals
 from sparkchat.ui.bridge import Engine, Event
 from sparkchat.ui.clipboard import copied_message, osc52
 from sparkchat.ui.commands import command_table, completions, run_command
+from sparkchat.ui.compare import Comparison
 from sparkchat.ui.conversation import Conversation
 from sparkchat.ui.history import History
 from sparkchat.ui.progress import LoadingLine, use_color
@@ -155,6 +156,7 @@ class Repl:
             turn.answer.text, turn.answer.thinking = printer.answer, printer.thinking
         self._crash = None
         turn.answer.result = end["result"]
+        turn.seed = printer.seed
         turn.answer.was_stopped = end["result"]["finish_reason"] == "cancelled"
         if self._shows_stats:
             self._write(f"{self._dim[0]}{visible(result_line(end['result']))}{self._dim[1]}\n")
@@ -215,6 +217,25 @@ class Repl:
         self._write(osc52(text))
         self.say(copied_message(text))
 
+    def compare(self) -> None:
+        """The last question under every mode; ctrl+c ends the comparison."""
+        turn = self.conversation.turns[-1] if self.conversation.turns else None
+        if turn is None or not turn.answer.result or self._answerer is None:
+            raise UsageError("/compare needs an answer to run again: ask something first")
+        if not self._answerer.info.get("drafter"):
+            raise UsageError("/compare needs a drafter: without one there is nothing to compare")
+        comparison = Comparison(self.conversation.request_again(turn), turn.seed)
+        while (request := comparison.current) is not None:
+            self.say(comparison.progress)
+            comparison.take_end(self._answerer.answer(request, lambda event: None)["result"])
+            if self._signals.exit_code is not None:
+                self.say("comparison stopped")
+                return
+        self.say(comparison.table())
+
+    def inspect(self) -> None:
+        raise UsageError("the step inspector needs the full screen; --trace FILE records every step")
+
     def restart_engine(self) -> None:
         self._load()
         self.say("the engine is ready")
@@ -244,6 +265,7 @@ class _AnswerPrinter:
         self._dim = dim
         self._parts: dict[str, list[str]] = {"answer": [], "thinking": []}
         self._channel = "answer"
+        self.seed: int | None = None
 
     @property
     def answer(self) -> str:
@@ -254,6 +276,8 @@ class _AnswerPrinter:
         return "".join(self._parts["thinking"])
 
     def take(self, event: Event) -> None:
+        if event["event"] == "start":
+            self.seed = (event.get("sampling") or {}).get("seed")
         if event["event"] != "delta" or not event.get("text"):
             return
         channel = event.get("channel", "answer")

@@ -200,6 +200,9 @@ class ScriptedEngine:
         thinking = "Let me think about this.\nIt is not hard.\n" if "think" in asked.lower() else ""
         return thinking, answer
 
+    def _mode_of(self, running: _Running) -> Mode:
+        return running.request.mode or self._mode
+
     def _token(self, piece: str) -> int:
         return self._ids.setdefault(piece, len(self._ids))
 
@@ -257,12 +260,12 @@ class ScriptedEngine:
             "text": text,
             "token_ids": ids,
             "channel": run[0][1],
-            "origins": origins if self._mode != "off" else ["plain"] * len(ids),
+            "origins": origins if self._mode_of(running) != "off" else ["plain"] * len(ids),
         }
 
     def _step(self, running: _Running, wanted: list[str], prefix_len: int) -> Event:
         """One step whose target text is ``wanted``: drafts, their confidence, what was verified and accepted."""
-        options, mode = self.options, self._mode
+        options, mode = self.options, self._mode_of(running)
         drafting = options.has_drafter and mode != "off"
         size = min(options.block_size, len(wanted) - 1) if drafting else 0
         right = [self._random.random() < options.accuracy * 0.9**k for k in range(size)]
@@ -329,7 +332,7 @@ class ScriptedEngine:
             "schema": "sparkchat.result/1",
             "model": "scripted",
             "drafter": "scripted-drafter" if self.options.has_drafter else None,
-            "mode": self._mode,
+            "mode": self._mode_of(running),
             "text": running.text,
             "prompt_token_ids": list(range(12)),
             "token_ids": list(running.delivered),

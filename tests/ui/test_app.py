@@ -32,7 +32,7 @@ async def test_a_question_is_answered(chat: Open) -> None:
 
 
 async def test_the_screen_opens_while_the_engine_loads_and_a_message_may_wait(chat: Open) -> None:
-    async with chat(size=(120, 40), options=ScriptedOptions(load_seconds=0.5, tokens_per_second=2000)) as c:
+    async with chat(size=(120, 40), options=ScriptedOptions(load_seconds=2.0, tokens_per_second=2000)) as c:
         await c.until(lambda: "loading" in c.status)
         await c.send("hello")
         await c.until(lambda: "your message waits" in c.status)
@@ -451,3 +451,65 @@ async def test_keys_can_be_given_other_places(chat: Open, own_folders: Path) -> 
         await c.pilot.press("f7")
         assert c.app.chat.conversation.mode == "compact"
         assert "f7  " in c.app.key_help()
+
+
+async def test_comparing_runs_the_question_under_every_mode_with_one_seed(chat: Open) -> None:
+    async with chat(size=(120, 40), options=ScriptedOptions(tokens_per_second=2000)) as c:
+        await c.ready()
+        await c.say("/compare")
+        assert "ask something first" in c.said
+        await c.say("short")
+        await c.pilot.press("f5")
+        await c.until(lambda: "Fastest here" in c.said)
+        requests = c.engine.requests[1:]
+        assert [request.mode for request in requests] == ["off", "static", "compact", "cap-accept"]
+        assert {request.sampling.seed for request in requests} == {1} and {r.session for r in requests} == {None}
+        assert all(request.messages == c.engine.requests[0].messages for request in requests)
+        for words in ("speed-up", "1.00x", "the reference", "the same"):
+            assert words in c.screen
+        assert len(c.app.chat.conversation.messages) == 2 and c.app.chat.conversation.mode == "static"
+
+
+async def test_a_comparison_can_be_stopped(chat: Open) -> None:
+    async with chat(options=SLOW, config=make_config(max_tokens=30)) as c:
+        await c.ready()
+        await c.say("short")
+        await c.pilot.press("f5")
+        await c.until(lambda: "comparing off" in c.status)
+        await c.pilot.press("escape")
+        assert "comparison stopped" in c.said
+        await c.say("hello")
+        assert c.app.chat.conversation.turns[-1].answer.text
+
+
+async def test_the_inspector_shows_every_step(chat: Open) -> None:
+    async with chat(size=(120, 40)) as c:
+        await c.ready()
+        await c.pilot.press("f4")
+        await c.pilot.pause()
+        assert "no step yet" in c.screen
+        await c.pilot.press("escape")
+        await c.say("prose")
+        await c.pilot.press("f4")
+        await c.pilot.pause()
+        num_steps = c.app.chat._snapshot.num_steps
+        assert f"{num_steps} of {num_steps} steps" in c.screen and "survival" in c.screen
+        await c.pilot.press("home", "right")
+        await c.pilot.pause()
+        assert f"2 of {num_steps} steps" in c.screen
+        await c.pilot.press("f4")
+        await c.pilot.pause()
+        assert c.app.prompt.has_focus
+
+
+async def test_the_palette_holds_commands_and_keys(chat: Open) -> None:
+    async with chat(size=(120, 40)) as c:
+        await c.ready()
+        titles = [command.title for command in c.app.get_system_commands(c.app.screen)]
+        assert "/export" in titles and "stats panel" in titles
+        await c.pilot.press("f10")
+        await c.pilot.pause(0.3)
+        await c.pilot.press(*"/stats")
+        await c.pilot.pause(0.5)
+        await c.pilot.press("enter")
+        await c.until(lambda: "no answer yet" in c.said)

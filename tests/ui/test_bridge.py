@@ -41,7 +41,7 @@ class Receiver:
             for run in item.runs
         )
 
-    def wait_for(self, kind: str, seconds: float = 5.0) -> dict[str, Any]:
+    def wait_for(self, kind: str, seconds: float = 20.0) -> dict[str, Any]:
         with self._news:
             assert self._news.wait_for(lambda: any(e["event"] == kind for e in self.events()), seconds), kind
         return next(event for event in self.events() if event["event"] == kind)

@@ -1,0 +1,53 @@
+"""The steps of the newest answer, one at a time, with everything that was recorded of each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.screen import ModalScreen
+
+from sparkchat.ui.glyphs import Glyphs
+from sparkchat.ui.inspection import StepRecord, inspection_rows
+from sparkchat.ui.step_view import Row
+from sparkchat.ui.widgets.step_panel import StepPanel
+
+
+class InspectorPanel(StepPanel):
+    """Draws one recorded step."""
+
+    def __init__(self, glyphs: Glyphs, records: Sequence[StepRecord]) -> None:
+        super().__init__(glyphs, id="inspector")
+        self._records = records
+        self.index = max(len(records) - 1, 0)
+
+    def move(self, by: int) -> None:
+        self.index = min(max(self.index + by, 0), max(len(self._records) - 1, 0))
+        self.redraw()
+
+    def build(self, width: int, height: int) -> list[Row]:
+        return inspection_rows(self._records, self.index, width, height, self._glyphs)
+
+
+class InspectorScreen(ModalScreen[None]):
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape,q,f4", "dismiss", "close"),
+        Binding("left,up", "move(-1)", "step before"),
+        Binding("right,down", "move(1)", "next step"),
+        Binding("pageup", "move(-10)", "ten steps back"),
+        Binding("pagedown", "move(10)", "ten steps on"),
+        Binding("home", "move(-1000000)", "first step"),
+        Binding("end", "move(1000000)", "last step"),
+    ]
+
+    def __init__(self, glyphs: Glyphs, records: Sequence[StepRecord]) -> None:
+        super().__init__()
+        self._panel = InspectorPanel(glyphs, records)
+
+    def compose(self) -> ComposeResult:
+        yield self._panel
+
+    def action_move(self, by: int) -> None:
+        self._panel.move(by)
