@@ -1,0 +1,65 @@
+"""The mixture of experts of a layer: those a row is sent to, and one that every row goes to.
+
+Shapes: N rows, d hidden size, k experts of a row. Sums are taken in float32, expert by expert in ascending order, so
+that a row's bits do not depend on where its batch mates are sent.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sparkchat.models.deepseek_v4.activation import silu
+from sparkchat.models.deepseek_v4.config import DeepseekV4Config
+from sparkchat.models.deepseek_v4.gate import Gate
+from sparkchat.models.deepseek_v4.scope import Scope
+
+
+class Expert:
+    """w2(silu(w1 x) * w3 x), both factors clamped."""
+
+    def __init__(self, scope: Scope, config: DeepseekV4Config) -> None:
+        self._w1, self._w2, self._w3 = (scope.linear(name, has_fp8_input=True) for name in ("w1", "w2", "w3"))
+        self._limit = config.swiglu_limit
+
+    def __call__(self, x: Tensor, weights: Tensor | None = None) -> Tensor:
+        """x [n, d], weights [n, 1] float32 or None for 1 -> [n, d] float32"""
+        gate = self._w1(x).float().clamp(max=self._limit)
+        up = self._w3(x).float().clamp(-self._limit, self._limit)
+        inner = silu(gate) * up
+        if weights is not None:
+            inner = inner * weights
+        return self._w2(inner.to(self._w2.dtype)).float()
+
+
+class ExpertMixture:
+    """The feed-forward sub-block of one layer."""
+
+    def __init__(self, scope: Scope, config: DeepseekV4Config, *, is_hashed: bool) -> None:
+        """``scope``: ffn of a layer."""
+        self.gate = Gate(scope, config, is_hashed=is_hashed)
+        self._shared = Expert(scope.within("shared_experts"), config)
+        experts = scope.within("experts")
+        self._experts = [Expert(experts.within(str(index)), config) for index in range(config.num_experts)]
+        self._reduce = scope.reduce
+
+    def __call__(self, x: Tensor, token_ids: Tensor) -> Tensor:
+        """x [N, d], token_ids [N] -> [N, d] in x's dtype"""
+        weights, chosen = self.gate(x, token_ids)
+        total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        for expert, rows, slots in _visits(chosen):
+            total.index_add_(0, rows, self._experts[expert](x[rows], weights[rows, slots].unsqueeze(-1)))
+        return self._reduce(total + self._shared(x)).to(x.dtype)
+
+
+def _visits(chosen: Tensor) -> list[tuple[int, Tensor, Tensor]]:
+    """chosen [N, k] -> for each expert that is needed, ascending: its number, its rows and their places among k."""
+    order = chosen.flatten().argsort(stable=True)
+    experts, counts = chosen.flatten()[order].unique_consecutive(return_counts=True)
+    width = chosen.shape[1]
+    visits, at = [], 0
+    for expert, count in zip(experts.tolist(), counts.tolist(), strict=True):
+        places = order[at : at + count]
+        visits.append((expert, places // width, places % width))
+        at += count
+    return visits

@@ -1,0 +1,103 @@
+"""DeepSeek V4 as a target: embedding, layers, head. See ``TargetModel`` in base.py for the calls.
+
+Shapes: N rows, S residual streams, d hidden size, V vocabulary, m tapped layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from sparkchat.models.attention import open_spans
+from sparkchat.models.base import ForwardBatch
+from sparkchat.models.deepseek_v4.activation import sum_over
+from sparkchat.models.deepseek_v4.cache import StateCache
+from sparkchat.models.deepseek_v4.config import DeepseekV4Config
+from sparkchat.models.deepseek_v4.hyper import HyperHead
+from sparkchat.models.deepseek_v4.rope import Ropes
+from sparkchat.models.deepseek_v4.scope import Scope, TensorReader
+from sparkchat.models.deepseek_v4.sight import Sight
+from sparkchat.models.deepseek_v4.stack import Stack
+from sparkchat.models.layers import Embedding
+
+
+class DeepseekV4:
+    """The trunk. ``embedding``, ``head``, ``ropes`` and ``config`` are shared with its drafter."""
+
+    def __init__(
+        self,
+        reader: TensorReader,
+        config: DeepseekV4Config,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        has_roundings: bool = False,
+    ) -> None:
+        """``reader`` gives the tensors of ``trunk_layout``, plain or as scaled codes. ``dtype``: of projections.
+
+        ``has_roundings``: round activations, latents and index keys as the published model was trained.
+        """
+        self.device, self._dtype = device, dtype
+        # What the published model caches is bf16; float32 keeps rows independent of each other on the CPU.
+        self.kv_dtype = torch.float32 if device.type == "cpu" else dtype
+        scope = Scope(reader, device, dtype, has_roundings=has_roundings)
+        self.embedding = Embedding(scope.tensor("embed.weight", dtype), device, dtype)
+        self.stack = Stack(scope.within("layers"), config, config.compress_ratios, num_hashed=config.num_hash_layers)
+        self._streams_head = HyperHead(scope, config)
+        self._norm = scope.norm("norm", config.rms_eps)
+        self.head = scope.linear("head", dtype=torch.float32 if device.type == "cpu" else dtype)
+        self.ropes = Ropes(config, device)
+        self.config = replace(
+            config,
+            dtype_name=str(dtype).removeprefix("torch."),
+            linear_kernel=self.stack.layers[0].attention.kernel,
+            kv_dtype=self.kv_dtype,
+        )
+
+    def new_cache(self, max_rows: int, context: int, max_block: int) -> StateCache:
+        return StateCache(
+            self.config,
+            self.config.compress_ratios,
+            max_rows=max_rows,
+            context=context,
+            max_span=max_block,
+            dtype=self.kv_dtype,
+            device=self.device,
+        )
+
+    @torch.inference_mode()
+    def forward(
+        self, batch: ForwardBatch, cache: StateCache, tap_layers: tuple[int, ...] = ()
+    ) -> tuple[Tensor, Tensor | None]:
+        """As ``TargetModel.forward``; a tap is the mean of a layer's streams."""
+        spans = open_spans(batch.cache_rows, batch.row_starts, cache)  # type: ignore[arg-type]
+        sight = Sight(cache, spans, batch.positions, self.ropes, self.config.num_heads)
+        streams = self.streams(batch.token_ids)
+        taps: dict[int, Tensor] = {}
+        on_layer = _tapper(tap_layers, taps)
+        on_layer(-1, streams)
+        streams = self.stack.run(streams, batch.token_ids, sight, on_layer)
+        sight.advance()
+        hidden = self._norm(self._streams_head(streams).float(), torch.float32)
+        return hidden, torch.cat([taps[layer] for layer in tap_layers], dim=-1) if tap_layers else None
+
+    def streams(self, token_ids: Tensor) -> Tensor:
+        """token_ids [N] -> [N, S, d]: the embedding in every stream."""
+        x = self.embedding(token_ids).to(self._dtype)
+        return x.unsqueeze(1).repeat(1, self.config.hc_mult, 1)
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [M, d] -> [M, V] float32"""
+        return self.head(hidden.to(self.head.dtype)).float()
+
+
+def _tapper(tap_layers: tuple[int, ...], taps: dict[int, Tensor]) -> Callable[[int, Tensor], None]:
+    def keep(layer: int, streams: Tensor) -> None:
+        if layer in tap_layers:
+            taps[layer] = sum_over(streams.float(), 1) / streams.shape[1]
+
+    return keep

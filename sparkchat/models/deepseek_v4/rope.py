@@ -1,0 +1,56 @@
+"""Rotation of the trailing dimensions of a head by position, in neighbouring pairs, and its inverse.
+
+Layers without compressed entries turn by the plain base; everything in a layer with them turns by the other base,
+stretched by YaRN at every position and without its factor on the amplitude.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sparkchat.models.deepseek_v4.config import WINDOW_ONLY, DeepseekV4Config
+from sparkchat.models.rope import RopeTable
+
+
+@dataclass(frozen=True)
+class Rotations:
+    """Angles of some rows."""
+
+    cos: Tensor
+    """[n, rope_dim/2] float32"""
+    sin: Tensor
+
+    def turn(self, x: Tensor) -> Tensor:
+        """x [n, ..., c] -> the same with its last rope_dim dimensions turned; float32."""
+        return self._turned(x, self.sin)
+
+    def turn_back(self, x: Tensor) -> Tensor:
+        """Undo ``turn``."""
+        return self._turned(x, -self.sin)
+
+    def _turned(self, x: Tensor, sin: Tensor) -> Tensor:
+        size = 2 * self.cos.shape[-1]
+        spread = (self.cos.shape[0], *[1] * (x.dim() - 2), size // 2)
+        cos, sin = self.cos.view(spread), sin.view(spread)
+        plain, turned = x.float().split([x.shape[-1] - size, size], dim=-1)
+        even, odd = turned[..., 0::2], turned[..., 1::2]
+        # Single products and sums: a fused complex product rounds differently at the end of an array.
+        pairs = torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1)
+        return torch.cat([plain, pairs.flatten(-2)], dim=-1)
+
+
+class Ropes:
+    """Both tables of a model."""
+
+    def __init__(self, config: DeepseekV4Config, device: torch.device) -> None:
+        self._plain = RopeTable(config.rope, config.rope_dim, device)
+        self._compressed = RopeTable(config.compress_rope, config.rope_dim, device)
+
+    def rows(self, ratio: int, positions: Tensor, end: int) -> Rotations:
+        """positions [n] int64, all below ``end``, in a layer of this ratio."""
+        table = self._plain if ratio == WINDOW_ONLY else self._compressed
+        turns = table.rows(positions, end)
+        return Rotations(turns.real.contiguous(), turns.imag.contiguous())
