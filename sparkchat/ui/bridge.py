@@ -131,20 +131,24 @@ class Bridge:
         engine, folder = self._require(), self._folder
         last = 0.0
         while not self._stopping.is_set():
-            wait = _IDLE_SECONDS
-            if folder.has_news:
-                wait = max(0.0, last + self._interval - time.monotonic())
-            events = engine.poll(wait)
+            wait = max(0.0, last + self._interval - time.monotonic()) if folder.has_news else _IDLE_SECONDS
+            try:
+                events = engine.poll(wait)
+            except (OSError, ValueError) as error:
+                # A pipe that cannot be read any more is the end of this engine, like its death.
+                self._take({"event": "crashed", "message": f"the engine's pipe broke: {error}"})
+                break
             for event in events:
                 self._take(event)
             if folder.has_news and time.monotonic() >= last + self._interval:
-                batch = folder.take()
                 last = time.monotonic()
-                if batch:
-                    self._deliver(batch)
+                self._hand_on(folder.take())
             if not events and not engine.is_running:
                 break
-        if batch := folder.take(everything=True):
+        self._hand_on(folder.take(everything=True))
+
+    def _hand_on(self, batch: Batch) -> None:
+        if batch:
             self._deliver(batch)
 
     def _take(self, event: Event) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -200,7 +201,8 @@ class LiveChat:
         comparison, self._comparison = self._comparison, None
         assert comparison is not None
         if comparison.current is not None:
-            self._bridge.cancel(comparison.current.id)
+            with suppress(EngineCrash):
+                self._bridge.cancel(comparison.current.id)
         self._answers.note("comparison stopped")
         return True
 
@@ -321,8 +323,12 @@ class LiveChat:
             "end": self._on_end,
             "notice": self._on_notice,
         }.get(event["event"])
-        if handler is not None:
-            handler(event)
+        try:
+            if handler is not None:
+                handler(event)
+        except EngineCrash as crash:
+            # It died between this event and our answer to it.
+            self._go_down(crash)
 
     def _on_loading(self, event: Event) -> None:
         self._loading = loading_text(event)

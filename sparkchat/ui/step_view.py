@@ -57,8 +57,9 @@ def step_rows(snapshot: Snapshot, width: int, height: int, glyphs: Glyphs) -> li
     title = f"step {step.get('i', 0) + 1}  {_mode_text(step)}"
     rows: list[Row] = [[(fit(title, width, glyphs.ellipsis), "title")]]
     if not drafts:
-        reason = step.get("fallback") or "mode off"
-        rows.append([(fit(f"plain step, nothing drafted: {one_line(str(reason))}", width, glyphs.ellipsis), "dim")])
+        reason = step.get("fallback") or ("mode off" if step.get("mode") == "off" else "")
+        line = "plain step, nothing drafted" + (f": {one_line(str(reason))}" if reason else "")
+        rows.append([(fit(line, width, glyphs.ellipsis), "dim")])
         return rows[:height]
     verify_len = step.get("verify_len") or 0
     positions = [_position_row(step, k, str(text), width, glyphs) for k, text in enumerate(drafts)]
@@ -97,7 +98,8 @@ def _target_row(snapshot: Snapshot, width: int, glyphs: Glyphs) -> Row:
     what = "target chose" if step.get("reject") is not None else "bonus"
     text = f" {snapshot.bonus_text!r}" if snapshot.bonus_text else ""
     line = one_line(f"{what}{text}", glyphs.bullet.isascii())
-    return [(f"   {glyphs.bonus} ", "bonus"), (fit(line, width - 5, glyphs.ellipsis), "bonus")]
+    shown = fit(line, width - 5, glyphs.ellipsis).rstrip(" ")
+    return [("   ", "text"), (glyphs.bonus, "bonus"), (" ", "text"), (shown, "bonus")]
 
 
 def _at(values: Sequence[float | None] | None, index: int) -> float | None:

@@ -45,7 +45,7 @@ class TerminalGuard:
         self._on_signal = on_signal
         self._settings: list[Any] | None = None
         self._before: dict[int, Any] = {}
-        self._was_signalled = False
+        self._watchdog: threading.Timer | None = None
         self.exit_code: int | None = None
         self.is_clean = False
         """Set by the caller when the app has left the screen itself."""
@@ -60,6 +60,8 @@ class TerminalGuard:
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self._watchdog is not None:
+            self._watchdog.cancel()
         self.restore()
         for number, handler in self._before.items():
             signal.signal(number, handler)
@@ -76,12 +78,11 @@ class TerminalGuard:
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         self.exit_code = EXIT_CODES[signal.Signals(number)]
-        if self._was_signalled:
+        if self._watchdog is not None:
             self._leave_now()
-        self._was_signalled = True
-        watchdog = threading.Timer(GRACE_SECONDS, self._leave_now)
-        watchdog.daemon = True
-        watchdog.start()
+        self._watchdog = threading.Timer(GRACE_SECONDS, self._leave_now)
+        self._watchdog.daemon = True
+        self._watchdog.start()
         self._on_signal(self.exit_code)
 
     def _leave_now(self) -> None:

@@ -513,3 +513,14 @@ async def test_the_palette_holds_commands_and_keys(chat: Open) -> None:
         await c.pilot.pause(0.5)
         await c.pilot.press("enter")
         await c.until(lambda: "no answer yet" in c.said)
+
+
+@pytest.mark.parametrize("size", [(20, 6), (9, 3), (3, 2), (300, 100)])
+async def test_odd_sizes_do_no_harm(chat: Open, size: tuple[int, int]) -> None:
+    async with chat(size=size, config=make_config(max_tokens=60)) as c:
+        await c.ready()
+        for text in ("table", "code 你好", "/help"):
+            await c.say(text)
+        await c.pilot.press("f2", "f3", "f4", "escape", "f1", "escape", "ctrl+t", "pageup")
+        await c.pilot.pause(0.05)
+        assert all(text_width(row) == size[0] for row in rows_of(c.app))

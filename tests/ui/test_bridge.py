@@ -138,3 +138,15 @@ def test_a_crash_is_told_and_the_engine_can_be_started_again() -> None:
     receiver.wait_for("ready")
     bridge.close()
     assert len(engines) == 2
+
+
+def test_a_pipe_that_breaks_is_told_as_a_crash() -> None:
+    class Broken(ScriptedEngine):
+        def poll(self, timeout: float | None = 0.0) -> list[dict[str, Any]]:
+            raise ValueError("half a line")
+
+    receiver = Receiver()
+    bridge = Bridge(Broken, receiver, TraceSink())
+    bridge.start()
+    assert "half a line" in receiver.wait_for("crashed")["message"]
+    bridge.close()
