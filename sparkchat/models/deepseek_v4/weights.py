@@ -129,11 +129,14 @@ class Part:
     stop: int
 
 
+def split_axis(name: str) -> int | None:
+    """The axis along which ranks share a tensor; None where every rank holds it whole."""
+    return 0 if _SPLIT_ROWS.fullmatch(name) else 1 if _SPLIT_COLUMNS.fullmatch(name) else None
+
+
 def part_of(name: str, shape: tuple[int, ...], rank: int, num_ranks: int) -> Part | None:
     """The slice of ``name`` for a rank; None for all of it. Ranks get equal slices (see ``check_ranks``)."""
-    if num_ranks == 1:
-        return None
-    axis = 0 if _SPLIT_ROWS.fullmatch(name) else 1 if _SPLIT_COLUMNS.fullmatch(name) else None
+    axis = split_axis(name) if num_ranks > 1 else None
     if axis is None:
         return None
     size = shape[axis] // num_ranks
@@ -175,15 +178,15 @@ class CheckpointSource:
         """Files open now."""
         return len(self._open)
 
-    def take(self, name: str) -> Stored:
-        """This rank's part of a tensor: a plain one, or codes with their scales. Each is given once.
+    def __contains__(self, name: object) -> bool:
+        return name in self.layout
+
+    def __getitem__(self, name: str) -> Stored:
+        """This rank's part of a tensor: a plain one, or codes with their scales.
 
         Raises DamagedFile when it cannot be read or holds NaN or infinity.
         """
         spec = self.layout[name]
-        if name in self._taken:
-            raise ValueError(f"{name} was taken already")
-        self._taken.add(name)
         part = part_of(name, spec.shape, self._rank, self._num_ranks)
         if spec.storage in _PLAIN:
             return self._read(name, part)
@@ -192,15 +195,9 @@ class CheckpointSource:
         scales = self._read(scale_name(name), None)
         return _cut_scales(codes, scales, FP4_BLOCK if is_fp4 else FP8_BLOCK, part)
 
-    def take_plain(self, name: str) -> Tensor:
-        """As ``take``, for a tensor that is stored without scales."""
-        tensor = self.take(name)
-        assert isinstance(tensor, Tensor)
-        return tensor
-
     def finish(self) -> None:
         """Raise ValueError when tensors of the layout are left: the model that asked for them forgot some."""
-        left = sorted(set(self.layout) - self._taken)
+        left = sorted(name for name in self.layout if name not in self._taken)
         if left:
             raise ValueError(f"{len(left)} tensors were not taken, first {left[0]}")
 
@@ -213,7 +210,9 @@ class CheckpointSource:
             tensor = self._open[file].get_slice(name)[_index_of(part)]
         except (SafetensorError, RuntimeError, OSError) as error:
             raise DamagedFile(f"{file}: {name} cannot be read ({error}); fetch the file again") from error
-        self._left[file] -= 1
+        if name not in self._taken:
+            self._taken.add(name)
+            self._left[file] -= 1
         if not self._left[file]:
             del self._open[file]
         tensor = tensor.view(torch.uint8) if tensor.dtype == torch.float8_e8m0fnu else tensor
@@ -237,8 +236,14 @@ def _cut_scales(codes: Tensor, scales: Tensor, block: tuple[int, int], part: Par
     """The scales of a part; where it cuts through blocks, a scale is repeated over smaller ones."""
     if part is None:
         return ScaledWeight(codes, scales, block)
-    step = block[part.axis]
-    finer = math.gcd(step, part.start, part.stop) if part.start % step or part.stop % step else step
-    first = torch.arange(part.start, part.stop, finer)
-    cut = (finer, block[1]) if part.axis == 0 else (block[0], finer)
-    return ScaledWeight(codes, scales.index_select(part.axis, first // step), cut)
+    cut = scale_blocks(block, part.axis, part.start, part.stop)
+    first = torch.arange(part.start, part.stop, cut[part.axis])
+    return ScaledWeight(codes, scales.index_select(part.axis, first // block[part.axis]), cut)
+
+
+def scale_blocks(block: tuple[int, int], axis: int, start: int, stop: int) -> tuple[int, int]:
+    """Blocks of the part start:stop of an axis: smaller ones where it cuts through the stored blocks."""
+    step = block[axis]
+    if start % step or stop % step:
+        step = math.gcd(step, start, stop)
+    return (step, block[1]) if axis == 0 else (block[0], step)

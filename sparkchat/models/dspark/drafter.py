@@ -124,6 +124,19 @@ class Drafter:
         return self._head.step(previous_ids, hidden, state)
 
     @torch.inference_mode()
+    def markov_vector(self, previous_ids: Tensor, hidden: Tensor, state: Tensor) -> tuple[Tensor | None, Tensor]:
+        """As ``markov_step``, but what W2 would be applied to, [R, r] float32; None without a sequential head."""
+        if self._head is None:
+            return None, state
+        vector, state = self._head.vector(previous_ids, hidden, state)
+        return vector.float(), state
+
+    @torch.inference_mode()
+    def markov_rows(self, columns: Tensor) -> Tensor | None:
+        """columns [...] draft ids -> rows of W2 [..., r] float32: bias = rows . vector. None without the head."""
+        return None if self._head is None else self._head.rows_of(columns)
+
+    @torch.inference_mode()
     def confidence(self, previous_ids: Tensor, hidden: Tensor) -> Tensor:
         """previous_ids [R] target ids, hidden [R, d] -> logits [R] float32 that the draft is accepted.
 

@@ -32,48 +32,56 @@ class SequentialHead(Protocol):
 class VanillaHead:
     """B = W2 W1[x]"""
 
-    def __init__(self, w1: Tensor, w2: Linear) -> None:
-        self.embedding, self._w2 = w1, w2
+    def __init__(self, w1: Tensor, w2: Linear, w2_rows: Tensor | None) -> None:
+        """w2_rows [Vd, r] is W2 unpacked, for biases of chosen tokens alone; None where they are not asked for."""
+        self.embedding, self._w2, self._w2_rows = w1, w2, w2_rows
 
     def initial_state(self, count: int) -> Tensor:
         return torch.zeros((count, 0), device=self.embedding.device)
 
-    def step(self, previous: Tensor, hidden: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        return self._project(self.embedding[previous]), state
+    def vector(self, previous: Tensor, hidden: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """What W2 is applied to, [R, r], and the next state."""
+        return self.embedding[previous], state
 
-    def _project(self, e: Tensor) -> Tensor:
-        return self._w2(e.to(self._w2.dtype)).float()
+    def step(self, previous: Tensor, hidden: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        e, state = self.vector(previous, hidden, state)
+        return self._w2(e.to(self._w2.dtype)).float(), state
+
+    def rows_of(self, columns: Tensor) -> Tensor:
+        """columns [...] draft ids -> their rows of W2 [..., r] float32."""
+        assert self._w2_rows is not None
+        return self._w2_rows[columns].float()
 
 
 class GatedHead(VanillaHead):
     """B = W2 (sigmoid(gate [h; e]) * e), e = W1[x]"""
 
-    def __init__(self, w1: Tensor, w2: Linear, gate: Linear) -> None:
-        super().__init__(w1, w2)
+    def __init__(self, w1: Tensor, w2: Linear, w2_rows: Tensor | None, gate: Linear) -> None:
+        super().__init__(w1, w2, w2_rows)
         self._gate = gate
 
-    def step(self, previous: Tensor, hidden: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    def vector(self, previous: Tensor, hidden: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         e = self.embedding[previous].float()
         gate = self._gate(torch.cat([hidden.float(), e], dim=-1).to(self._gate.dtype)).float().sigmoid()
-        return self._project(gate * e), state
+        return gate * e, state
 
 
 class RnnHead(VanillaHead):
     """[gate, cand, out] = joint [s; e; h]; B = W2 tanh(out); s' = sig(gate) s + (1 - sig(gate)) tanh(cand)"""
 
-    def __init__(self, w1: Tensor, w2: Linear, joint: Linear) -> None:
-        super().__init__(w1, w2)
+    def __init__(self, w1: Tensor, w2: Linear, w2_rows: Tensor | None, joint: Linear) -> None:
+        super().__init__(w1, w2, w2_rows)
         self._joint = joint
 
     def initial_state(self, count: int) -> Tensor:
         return torch.zeros((count, self.embedding.shape[1]), device=self.embedding.device)
 
-    def step(self, previous: Tensor, hidden: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    def vector(self, previous: Tensor, hidden: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         e = self.embedding[previous].float()
         joint = self._joint(torch.cat([state, e, hidden.float()], dim=-1).to(self._joint.dtype)).float()
         gate, candidate, out = joint.chunk(3, dim=-1)
         gate = gate.sigmoid()
-        return self._project(out.tanh()), gate * state + (1 - gate) * candidate.tanh()
+        return out.tanh(), gate * state + (1 - gate) * candidate.tanh()
 
 
 class ConfidenceHead:
@@ -106,12 +114,14 @@ def load_head(
         return make_linear(weight, bias, device=device, dtype=dtype)
 
     w1 = source.take("markov_head.markov_w1.weight", vocab, r).to(device=device, dtype=dtype)
+    # Biases of chosen tokens alone pay on the CPU only.
+    rows = source.take("markov_head.markov_w2.weight", draft_vocab, r).to(dtype) if device.type == "cpu" else None
     w2 = linear("markov_w2", draft_vocab, r)
     if kind == "gated":
-        return GatedHead(w1, w2, linear("gate_proj", r, d + r))
+        return GatedHead(w1, w2, rows, linear("gate_proj", r, d + r))
     if kind == "rnn":
-        return RnnHead(w1, w2, linear("joint_proj", 3 * r, 2 * r + d))
-    return VanillaHead(w1, w2)
+        return RnnHead(w1, w2, rows, linear("joint_proj", 3 * r, 2 * r + d))
+    return VanillaHead(w1, w2, rows)
 
 
 def load_confidence(source: FolderSource, d: int, embedding: Tensor | None, device: torch.device) -> ConfidenceHead:
