@@ -16,7 +16,7 @@ from cases.harness import Runner, open_runner
 from fixtures import bigram
 
 OpenRunner = Callable[..., Runner]
-NAN_TOKEN = 77
+NAN_TOKEN = 499
 """F-tiny with damage: whoever says or hears this token gets no numbers."""
 
 
