@@ -178,10 +178,7 @@ class CheckpointSource:
         """Files open now."""
         return len(self._open)
 
-    def __contains__(self, name: object) -> bool:
-        return name in self.layout
-
-    def __getitem__(self, name: str) -> Stored:
+    def take(self, name: str) -> Stored:
         """This rank's part of a tensor: a plain one, or codes with their scales.
 
         Raises DamagedFile when it cannot be read or holds NaN or infinity.
