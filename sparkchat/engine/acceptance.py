@@ -34,7 +34,8 @@ class Proposal:
     confidence_logit: Tensor | None = None
     """[R, g] float32 raw confidence logits."""
     draft_to_target: Tensor | None = None
-    """[Vd] int64 target id of each draft id, all different; None when the vocabularies are the same."""
+    """[Vd] int64 target id of each draft id, all different, or [R, g, Vd] where every place has its own; None when
+    the vocabularies are the same."""
 
 
 @dataclass(frozen=True)
@@ -152,8 +153,14 @@ def _draw_next(
     weights = p[rows]
     if proposal is not None and proposal.probs is not None:
         place = taken.clamp(max=proposal.ids.shape[1] - 1)
-        q = proposal.probs[torch.arange(len(rows), device=p.device), place]
-        weights = _residual(weights, q * is_rejected[:, None], proposal.draft_to_target)
+        everyone = torch.arange(len(rows), device=p.device)
+        q = proposal.probs[everyone, place]
+        mapping = proposal.draft_to_target
+        if mapping is not None and mapping.dim() == 3:
+            if bool(is_rejected.any()):
+                weights = _sparse_residual(weights, q * is_rejected[:, None], mapping[everyone, place])
+        else:
+            weights = _residual(weights, q * is_rejected[:, None], mapping)
     drawn = draw(weights, u)
     return drawn if target_argmax is None else torch.where(is_greedy, target_argmax[rows], drawn)
 
@@ -165,3 +172,10 @@ def _residual(p: Tensor, q: Tensor, draft_to_target: Tensor | None) -> Tensor:
     too_little = rest.sum(dim=-1, keepdim=True) <= RESIDUAL_FLOOR
     # What is left of ``rest`` then weighs nothing beside p. On the CPU this is far cheaper than torch.where.
     return rest.addcmul_(p, too_little.float())
+
+
+def _sparse_residual(p: Tensor, q: Tensor, ids: Tensor) -> Tensor:
+    """As ``_residual``, with q ``[R, M]`` on a few target ids ``[R, M]``; only those entries change."""
+    rest = p.scatter(1, ids, (p.gather(1, ids) - q).clamp_(min=0.0))
+    too_little = rest.sum(dim=-1, keepdim=True) <= RESIDUAL_FLOOR
+    return torch.where(too_little, p, rest) if bool(too_little.any()) else rest

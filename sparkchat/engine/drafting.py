@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from sparkchat.engine import rng, sampling
+from sparkchat.engine import rng, sampling, shortlist
 from sparkchat.engine.acceptance import Proposal
 from sparkchat.engine.batch import pack_rows
 from sparkchat.engine.laws import draft_laws
@@ -47,7 +47,35 @@ def propose(pair: LoadedPair, states: Sequence[RequestState], lens: Sequence[int
     )
     hidden = pair.drafter.backbone(batch, pair.draft_cache)
     base = pair.drafter.base_logits(hidden)
+    if shortlist.suits(pair, [states[r] for r in drafting]):
+        return _draw_from_shortlist(pair, states, lens, drafting, batch.row_starts, hidden, base)
     return _draw_block(pair, states, lens, drafting, batch.row_starts, hidden, base)
+
+
+def _draw_from_shortlist(
+    pair: LoadedPair,
+    states: Sequence[RequestState],
+    lens: Sequence[int],
+    drafting: list[int],
+    row_starts: tuple[int, ...],
+    hidden: Tensor,
+    base: Tensor,
+) -> Draft:
+    """As ``_draw_block``, over the likeliest tokens alone."""
+    uniforms = _uniforms(states, drafting, max(lens))
+    proposal, befores = shortlist.draw_block(pair, states, lens, drafting, row_starts, hidden, base, uniforms)
+    places = [(r, k) for r in drafting for k in range(lens[r])]
+    before = [torch.tensor(tokens) for tokens in befores]
+    confidence = _confidence(pair, (len(states), max(lens)), places, hidden, before)
+    # NaN and +inf both reach the sum of a row.
+    is_sound = base.sum(dim=1).isfinite().tolist()
+    damaged = frozenset(r for (r, _), sound in zip(places, is_sound, strict=True) if not sound)
+    return Draft(replace(proposal, confidence_logit=confidence), damaged)
+
+
+def _uniforms(states: Sequence[RequestState], drafting: list[int], width: int) -> Tensor:
+    """[drafting, width] float64: what the drafts of this round are drawn with."""
+    return rng.uniforms([states[r].seed for r in drafting], [states[r].round for r in drafting], 0, width, rng.DRAFT)
 
 
 def _draw_block(
@@ -66,9 +94,7 @@ def _draw_block(
     index = torch.zeros((len(states), width), dtype=torch.int64)
     is_sampled = not all(states[r].is_greedy for r in drafting)
     probs = torch.zeros((len(states), width, size), device=pair.device) if is_sampled else None
-    uniforms = rng.uniforms(
-        [states[r].seed for r in drafting], [states[r].round for r in drafting], 0, width, rng.DRAFT
-    )
+    uniforms = _uniforms(states, drafting, width)
     drafted: list[list[int]] = [[] for _ in drafting]
     previous = torch.tensor([states[r].anchor for r in drafting], device=pair.device)
     markov_state = pair.drafter.initial_state(len(drafting))

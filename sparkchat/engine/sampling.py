@@ -38,6 +38,8 @@ class TokenHistory:
         self._num_seen = len(unique)
         self._seen_ids = np.zeros(max(64, 2 * len(unique)), dtype=np.int64)
         self._seen_ids[: self._num_seen] = unique
+        self._is_seen = np.zeros(0, dtype=bool)  # by token id; filled up to the first _num_marked seen ids
+        self._num_marked = 0
         self._output_slot: dict[int, int] = {}
         self._output_ids = np.zeros(64, dtype=np.int64)
         self._output_counts = np.zeros(64, dtype=np.float32)
@@ -66,6 +68,20 @@ class TokenHistory:
         """How often the token was delivered."""
         slot = self._output_slot.get(token_id)
         return 0 if slot is None else int(self._output_counts[slot])
+
+    def has_seen(self, token_ids: np.ndarray) -> np.ndarray:
+        """Which of ``token_ids [M]`` stand in prompt or output."""
+        if len(token_ids) and int(token_ids.max()) >= len(self._is_seen):
+            self._is_seen = np.zeros(int(token_ids.max()) + 1, dtype=bool)
+            self._num_marked = 0
+        fresh = self._seen_ids[self._num_marked : self._num_seen]
+        self._is_seen[fresh[fresh < len(self._is_seen)]] = True
+        self._num_marked = self._num_seen
+        return self._is_seen[token_ids]
+
+    def counts_of(self, token_ids: np.ndarray) -> np.ndarray:
+        """How often each of ``token_ids [M]`` was delivered, float32."""
+        return np.array([self.count(int(token_id)) for token_id in token_ids], dtype=np.float32)
 
     def append(self, token_id: int) -> None:
         """Record one delivered token; amortised constant time."""
