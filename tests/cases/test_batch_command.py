@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fixtures import bigram, tape
-from fixtures.profiles import write_profile
 
 from cases.harness import ROOT, Runner, batch, parse_strict, random_prompts, sparkchat
+from fixtures import bigram, tape
+from fixtures.profiles import write_profile
 
 OpenRunner = Callable[..., Runner]
 MODES = ("off", "static", "compact", "cap-accept")

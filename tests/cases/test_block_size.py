@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fixtures import bigram, mix
 
 from cases.harness import MODES, Runner, assert_same, open_runner, random_prompts
+from fixtures import bigram, mix
 
 OpenRunner = Callable[..., Runner]
 

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from fixtures.tiny import write_tiny
-from fixtures.tokenizer import CHATML, CHATML_ALTERNATING, CHATML_NO_SYSTEM
 from transformers import AutoTokenizer
 
 from cases.harness import Outcome, Runner
+from fixtures.tiny import write_tiny
+from fixtures.tokenizer import CHATML, CHATML_ALTERNATING, CHATML_NO_SYSTEM
 
 OpenRunner = Callable[..., Runner]
 TEMPLATES = {

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from fixtures import bigram, mix, tape
-from fixtures.tiny import SHAPE as TINY_SHAPE
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from fixtures import bigram, mix, tape
+from fixtures.tiny import SHAPE as TINY_SHAPE
 
 PROMPT = torch.tensor([[40, 300, 301, 302, 301, 300]])
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from fixtures.tiny import write_tiny
 from transformers import AutoModelForCausalLM
 
 from cases.harness import MODES, Runner, assert_same, random_prompts, to_request
+from fixtures.tiny import write_tiny
 
 OpenRunner = Callable[..., Runner]
 KINDS = ("tiny", "tiny-gated", "tiny-rnn", "oracle", "half", "anti", "window-oracle", "window-half", "window-anti")

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 import torch
-from fixtures import bigram
 
 from cases.harness import MODES, Runner, chi_square_p, varied_cost
+from fixtures import bigram
 
 OpenRunner = Callable[..., Runner]
 ALL_MODES = ("off", *MODES)
@@ -107,7 +107,7 @@ def test_long_answers_follow_the_law_under_every_filter(
     logits = torch.tensor(P).log().tolist()
     # One mode meets every fourth setting here, all of them in the slow test.
     for options in GRID[ALL_MODES.index(mode) :: 4]:
-        check_law(opened, filtered_law(logits, options), 32, 120, mode=mode, **options)
+        check_law(opened, filtered_law(logits, options), 16, 50, mode=mode, **options)
 
 
 @pytest.mark.slow
@@ -125,7 +125,7 @@ def test_first_tokens_after_the_prompt_follow_the_law(
     mode: str, build_once: Callable[..., Any], runner: OpenRunner
 ) -> None:
     opened = runner(*build_once("law", table_pair), concurrency=64)
-    check_law(opened, P, 1300, 4, mode=mode, temperature=1.0)
+    check_law(opened, P, 1000, 4, mode=mode, temperature=1.0)
 
 
 @pytest.mark.slow
@@ -143,7 +143,7 @@ def test_drafts_are_drawn_from_the_very_law_of_the_ratio(
     mode: str, build_once: Callable[..., Any], runner: OpenRunner
 ) -> None:
     opened = runner(*build_once("rounding", rounding_pair), concurrency=32)
-    check_law(opened, (0.5, 0.5), 32, 250, mode=mode, temperature=0.7)
+    check_law(opened, (0.5, 0.5), 32, 160, mode=mode, temperature=0.7)
 
 
 def test_neighbouring_seeds_are_independent(build_once: Callable[..., Any], runner: OpenRunner) -> None:
@@ -158,7 +158,7 @@ def test_a_token_outside_the_filter_never_comes_up(build_once: Callable[..., Any
     opened = runner(*build_once("law", table_pair), concurrency=32)
     for mode in ALL_MODES:
         for options in ({"top_k": 2}, {"top_p": 0.6}, {"min_p": 0.5}):
-            drawn = answers(opened, 32, 60, 77, mode=mode, temperature=1.0, **options)
+            drawn = answers(opened, 12, 40, 77, mode=mode, temperature=1.0, **options)
             assert {token for ids in drawn for token in ids} == {301, 302}, (mode, options)
 
 
@@ -181,17 +181,17 @@ def lookahead_pair(folder: Path) -> tuple[Path, Path]:
     )
 
 
-@pytest.mark.parametrize("mode", ALL_MODES)
-@pytest.mark.parametrize("steps", [(1.0, 2.0, 2.2222), (1.0, 1.3, 1.32), (1.0, 1.9, 1.95)], ids=str)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("steps", [(1.0, 2.0, 2.2222), (1.0, 1.3, 1.32)], ids=str)
 def test_lengths_do_not_look_at_the_token_they_judge(
     mode: str, steps: tuple[float, ...], build_once: Callable[..., Any], runner: OpenRunner
 ) -> None:
     from sparkchat.params import CostTable
 
-    # One request at a time: planned alone, as in the counterexample.
-    opened = runner(*build_once("lookahead", lookahead_pair), concurrency=1, cost=CostTable((1, 2, 3), steps))
+    # A request with a seed is planned as if alone, as in the counterexample, also beside others.
+    opened = runner(*build_once("lookahead", lookahead_pair), concurrency=16, cost=CostTable((1, 2, 3), steps))
     counts: Counter[int] = Counter()
-    for ids in answers(opened, 8, 400, 31, mode=mode, temperature=1.0):
+    for ids in answers(opened, 16, 100, 31, mode=mode, temperature=1.0):
         counts.update(b for a, b in pairwise(ids) if a == 300)
     assert set(counts) <= {301, 302}
     assert chi_square_p([counts[301], counts[302]], [0.7, 0.3]) >= LOWEST_P
@@ -202,7 +202,7 @@ def test_lengths_planned_over_a_batch_keep_the_law(build_once: Callable[..., Any
     for mode in ("compact", "cap-accept"):
         counts: Counter[int] = Counter()
         # Without a seed of their own the requests share one plan.
-        lines = [{"prompt_ids": [65], "max_tokens": 300, "mode": mode, "temperature": 1.0} for _ in range(12)]
+        lines = [{"prompt_ids": [65], "max_tokens": 120, "mode": mode, "temperature": 1.0} for _ in range(12)]
         for ids in opened.ids(lines):
             counts.update(b for a, b in pairwise(ids) if a == 300)
         # No seed, no repeatability: six standard errors.
@@ -216,7 +216,7 @@ def test_a_seed_gives_the_same_tokens_alone_and_in_a_batch(
 ) -> None:
     target, drafter = mix_folders["window"], mix_folders["half"]
     lines = [
-        {"prompt_ids": [301 + n] * (1 + 5 * n), "mode": mode, "seed": 1000 + n, "max_tokens": 20 + 7 * n, **options}
+        {"prompt_ids": [301 + n] * (1 + 5 * n), "mode": mode, "seed": 1000 + n, "max_tokens": 12 + 6 * n, **options}
         for n, options in enumerate(
             (
                 {"temperature": 0.8},

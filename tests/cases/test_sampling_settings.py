@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fixtures import bigram, mix
 
 from cases.harness import MODES, Runner, assert_same, random_prompts
+from fixtures import bigram, mix
 
 OpenRunner = Callable[..., Runner]
 BIAS = [[300 + 17 * n, 5.0 if n % 2 else -5.0] for n in range(10)]

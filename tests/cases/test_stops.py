@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fixtures import bigram, mix, tape
 
 from cases.harness import MODES, Outcome, Runner, random_prompts
+from fixtures import bigram, mix, tape
 
 OpenRunner = Callable[..., Runner]
 ALL_MODES = ("off", *MODES)

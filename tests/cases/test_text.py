@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fixtures import bigram, tape
-from fixtures.tokenizer import CHATML, CHATML_OPEN_THINKING, END_THINK, THINK
 from transformers import AutoTokenizer
 
 from cases.harness import Outcome, Runner, open_runner
+from fixtures import bigram, tape
+from fixtures.tokenizer import CHATML, CHATML_OPEN_THINKING, END_THINK, THINK
 
 OpenRunner = Callable[..., Runner]
 MOST_HELD_BACK = 8

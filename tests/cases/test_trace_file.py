@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from fixtures import bigram, mix
 from safetensors.torch import load_file, save_file
 
 from cases.harness import Finished, parse_strict, sparkchat
+from fixtures import bigram, mix
 
 
 def run_traced(trace: Path, target: Path, drafter: Path, *args: str) -> Finished:
