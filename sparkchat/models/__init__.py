@@ -16,14 +16,19 @@ from sparkchat.models.hf_config import architecture_of, parse_target, read_confi
 from sparkchat.models.weights import FolderSource
 
 if TYPE_CHECKING:
+    from sparkchat.models.deepseek_v4.drafter import DsparkDrafter
+    from sparkchat.models.deepseek_v4.model import DeepseekV4
+    from sparkchat.models.deepseek_v4.mtp import MtpDrafter
     from sparkchat.models.dspark.drafter import Drafter
 
 __all__ = ["ForwardBatch", "KVCache", "ModelConfig", "TargetModel", "load_drafter", "load_target"]
 
 TARGETS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+"""Dense decoders."""
+DEEPSEEK_V4 = "DeepseekV4ForCausalLM"
 
 
-def load_target(path: Path, *, device: torch.device, dtype: torch.dtype | None = None) -> DenseModel:
+def load_target(path: Path, *, device: torch.device, dtype: torch.dtype | None = None) -> DenseModel | DeepseekV4:
     """Load a target from a Hugging Face folder or a .gguf file.
 
     ``dtype`` None is the file's own format on the CPU and bfloat16 on a GPU.
@@ -45,7 +50,7 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _load_target(path: Path, device: torch.device, dtype: torch.dtype | None) -> DenseModel:
+def _load_target(path: Path, device: torch.device, dtype: torch.dtype | None) -> DenseModel | DeepseekV4:
     if path.is_file() and path.suffix == ".gguf":
         from sparkchat.models.gguf import GgufSource
 
@@ -58,8 +63,12 @@ def _load_target(path: Path, device: torch.device, dtype: torch.dtype | None) ->
         raise ModelNotFound(f"{path} is no model folder and no .gguf file; give the folder that holds config.json")
     config = read_config(path)
     name = architecture_of(config)
+    if name == DEEPSEEK_V4:
+        from sparkchat.models.deepseek_v4.loading import load_trunk
+
+        return load_trunk(path, device=device, dtype=dtype)
     if name not in TARGETS:
-        raise UsageError(f"{path}: architecture {name} is not supported; known: {', '.join(TARGETS)}")
+        raise UsageError(f"{path}: architecture {name} is not supported; known: {', '.join((*TARGETS, DEEPSEEK_V4))}")
     parsed = parse_target(path, config)
     source = FolderSource(path)
     model = DenseModel(source, parsed, device, dtype or _own_dtype(source, device), "model.")
@@ -74,9 +83,19 @@ def _own_dtype(source: FolderSource, device: torch.device) -> torch.dtype:
     return torch.float32 if source.dtype_of("model.embed_tokens.weight") == "F32" else torch.bfloat16
 
 
-def load_drafter(path: Path, target: DenseModel, *, device: torch.device, dtype: torch.dtype | None = None) -> Drafter:
-    """Load the DSpark drafter in a DeepSpec folder for ``target``. Raises as ``load_target`` does."""
-    from sparkchat.models.dspark.drafter import Drafter
+def load_drafter(
+    path: Path, target: DenseModel | DeepseekV4, *, device: torch.device, dtype: torch.dtype | None = None
+) -> Drafter | DsparkDrafter | MtpDrafter:
+    """Load the drafter in a DeepSpec folder, or in a DeepSeek V4 checkpoint, for ``target``.
 
+    Raises as ``load_target`` does.
+    """
+    path = Path(path)
     with _one_thread():
-        return Drafter.load(Path(path), target, device=device, dtype=dtype)
+        if architecture_of(read_config(path)) == DEEPSEEK_V4:
+            from sparkchat.models.deepseek_v4.loading import load_drafter as load_inner_drafter
+
+            return load_inner_drafter(path, target, device=device, dtype=dtype)
+        from sparkchat.models.dspark.drafter import Drafter
+
+        return Drafter.load(path, target, device=device, dtype=dtype)

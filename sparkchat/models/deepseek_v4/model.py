@@ -72,7 +72,10 @@ class DeepseekV4:
     def forward(
         self, batch: ForwardBatch, cache: StateCache, tap_layers: tuple[int, ...] = ()
     ) -> tuple[Tensor, Tensor | None]:
-        """As ``TargetModel.forward``; a tap is the mean of a layer's streams."""
+        """As ``TargetModel.forward``; a tap is the mean of a layer's streams.
+
+        The layer behind the last one, ``num_layers``, taps all streams of the last, [N, S*d] (for a classic MTP block).
+        """
         spans = open_spans(batch.cache_rows, batch.row_starts, cache)  # type: ignore[arg-type]
         sight = Sight(cache, spans, batch.positions, self.ropes, self.config.num_heads)
         streams = self.streams(batch.token_ids)
@@ -81,6 +84,7 @@ class DeepseekV4:
         on_layer(-1, streams)
         streams = self.stack.run(streams, batch.token_ids, sight, on_layer)
         sight.advance()
+        taps[self.config.num_layers] = streams.flatten(1)
         hidden = self._norm(self._streams_head(streams).float(), torch.float32)
         return hidden, torch.cat([taps[layer] for layer in tap_layers], dim=-1) if tap_layers else None
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from sparkchat.models.deepseek_v4.attention import LatentAttention
 from sparkchat.models.deepseek_v4.config import DeepseekV4Config
 from sparkchat.models.deepseek_v4.experts import ExpertMixture
-from sparkchat.models.deepseek_v4.hyper import HyperConnection
+from sparkchat.models.deepseek_v4.hyper import HyperConnection, StreamMix
 from sparkchat.models.deepseek_v4.scope import Scope
 from sparkchat.models.deepseek_v4.sight import Sight
 
@@ -28,12 +28,16 @@ class Layer:
 
     def __call__(self, streams: Tensor, token_ids: Tensor, layer: int, sight: Sight) -> Tensor:
         """streams [N, S, d], token_ids [N], ``layer``: its number in the cache -> streams behind the layer."""
-        x, mix = self._attention_streams.read(streams)
-        output = self.attention(self._attention_norm(x.float(), x.dtype), layer, sight)
-        streams = mix.merge(output, streams)
+        x, mix = self.attention_input(streams)
+        streams = mix.merge(self.attention(x, layer, sight), streams)
         x, mix = self._experts_streams.read(streams)
         output = self._experts(self._experts_norm(x.float(), x.dtype), token_ids)
         return mix.merge(output, streams)
+
+    def attention_input(self, streams: Tensor) -> tuple[Tensor, StreamMix]:
+        """streams [N, S, d] -> what the attention reads of them [N, d], and how its output is merged."""
+        x, mix = self._attention_streams.read(streams)
+        return self._attention_norm(x.float(), x.dtype), mix
 
 
 class Stack:

@@ -1,0 +1,181 @@
+"""The DSpark drafter inside DeepSeek V4 checkpoints: stages under ``mtp.*`` that draft a block in one pass.
+
+The tapped features of the target (stream means, side by side) give one row per position, which every stage keeps the
+latent of. A block [anchor, noise, ...] at positions s, s+1, ... sees the window of latents before s and all of itself;
+its row i predicts the token at s+i+1. Embedding, output head and rotary tables are the target's.
+
+Shapes: N rows, R requests, d hidden size, m stages and tapped layers, r Markov rank, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sparkchat.models.attention import Span, open_spans
+from sparkchat.models.base import ForwardBatch
+from sparkchat.models.deepseek_v4.cache import SINK_SLOTS, StateCache
+from sparkchat.models.deepseek_v4.config import WINDOW_ONLY, DeepseekV4Config
+from sparkchat.models.deepseek_v4.hyper import HyperHead
+from sparkchat.models.deepseek_v4.model import DeepseekV4
+from sparkchat.models.deepseek_v4.scope import Scope
+from sparkchat.models.deepseek_v4.sight import Sight
+from sparkchat.models.deepseek_v4.stack import Stack
+from sparkchat.models.dspark.heads import ConfidenceHead, VanillaHead
+from sparkchat.models.linear import make_linear
+
+SPARE_POSITIONS = 64
+"""Positions a ring holds beside the window, the block's own among them; a rewind may go back over the rest."""
+
+
+@dataclass(frozen=True)
+class BlockConfig:
+    """What the engine reads of a drafter inside a checkpoint."""
+
+    block_size: int
+    """Drafts per block as trained: one anchor and block_size - 1 noise tokens go in."""
+    mask_token_id: int
+    target_layer_ids: tuple[int, ...]
+    """What ``TargetModel.forward`` taps for it."""
+    markov_rank: int
+    markov_head_type: str | None
+    vocab_size: int
+    draft_vocab_size: int
+
+
+class ContextCache(StateCache):
+    """The window latents of a drafter's stages."""
+
+    def can_truncate(self, row: int, length: int) -> bool:
+        """A block sees a whole window before its first row, a position more than a plain row does."""
+        return super().can_truncate(row, length) and super().can_truncate(row, max(0, length - 1))
+
+
+def new_context_cache(
+    config: DeepseekV4Config, num_stages: int, max_rows: int, context: int, device: torch.device
+) -> ContextCache:
+    """Rings for ``num_stages`` window layers, with room for a block behind the context."""
+    return ContextCache(
+        config,
+        (WINDOW_ONLY,) * num_stages,
+        max_rows=max_rows,
+        context=context + SPARE_POSITIONS,
+        max_span=SPARE_POSITIONS,
+        dtype=config.kv_dtype,
+        device=device,
+    )
+
+
+def newest_rows(batch: ForwardBatch, cache: StateCache) -> tuple[list[Span], Tensor]:
+    """The spans of context rows, and the batch rows [n] of them that the rings can hold."""
+    ring = cache.stores[WINDOW_ONLY].ring
+    spans = [
+        Span(row, first, stop - first, cache.length(row))
+        for row, first, stop in zip(batch.cache_rows, batch.row_starts, batch.row_starts[1:], strict=False)
+    ]
+    kept = [torch.arange(max(s.first, s.first + s.count - ring), s.first + s.count) for s in spans]
+    return spans, torch.cat(kept).to(batch.positions.device)
+
+
+class DsparkDrafter:
+    """Drafts blocks for one target. The calls are those of ``models.dspark.drafter.Drafter``."""
+
+    draft_to_target = None
+    has_confidence = True
+
+    def __init__(self, scope: Scope, config: DeepseekV4Config, target: DeepseekV4) -> None:
+        """``scope``: mtp, ``config``: of the drafter's checkpoint. Raises DamagedFile for what cannot be read."""
+        keys = config.dspark
+        assert keys is not None
+        num_stages = len(keys.target_layer_ids)
+        first, last = scope.within("0"), scope.within(str(num_stages - 1))
+        self._target, self._num_stages = target, num_stages
+        self._project = first.linear("main_proj", has_fp8_input=True)
+        self._project_norm = first.norm("main_norm", config.rms_eps)
+        self._stack = Stack(scope, config, (WINDOW_ONLY,) * num_stages)
+        self._streams_head = HyperHead(last, config)
+        self._norm = last.norm("norm", config.rms_eps)
+        heads = last.within("markov_head")
+        w1, w2 = (heads.tensor(f"markov_{name}.weight", scope.dtype) for name in ("w1", "w2"))
+        self._markov = VanillaHead(w1, make_linear(w2, None, device=scope.device, dtype=scope.dtype), w2)
+        weight = last.tensor("confidence_head.proj.weight")[0]
+        self._confidence = ConfidenceHead(weight, None, w1)
+        self.config = BlockConfig(
+            block_size=keys.block_size,
+            mask_token_id=keys.noise_token_id,
+            target_layer_ids=keys.target_layer_ids,
+            markov_rank=keys.markov_rank,
+            markov_head_type="vanilla",
+            vocab_size=config.vocab_size,
+            draft_vocab_size=config.vocab_size,
+        )
+
+    def new_cache(self, max_rows: int, context: int) -> ContextCache:
+        """Room for ``max_rows`` requests of ``context`` positions and a block behind them."""
+        return new_context_cache(self._target.config, self._num_stages, max_rows, context, self._target.device)
+
+    @torch.inference_mode()
+    def extend_context(self, features: Tensor, batch: ForwardBatch, cache: ContextCache) -> None:
+        """Keep context rows from features [N, m*d] at ``batch.positions``; token ids are not looked at."""
+        spans, newest = newest_rows(batch, cache)
+        x = self._project_norm(self._project(features[newest].to(self._project.dtype)).float(), self._project.dtype)
+        positions = batch.positions[newest]
+        rotations = self._target.ropes.rows(WINDOW_ONLY, positions, max(s.end for s in spans))
+        rows = _cache_rows(spans, batch.positions.device)[newest]
+        store = cache.stores[WINDOW_ONLY]
+        for stage, layer in enumerate(self._stack.layers):
+            data = store.latents.data[stage]
+            data[rows, SINK_SLOTS + positions % store.ring] = layer.attention.latents(x, rotations).to(data.dtype)
+        for span in spans:
+            cache.advance(span.cache_row, span.end)
+
+    @torch.inference_mode()
+    def backbone(self, batch: ForwardBatch, cache: ContextCache) -> Tensor:
+        """Run blocks [anchor, noise, ...], of any lengths, at the end of their contexts -> hidden [N, d].
+
+        The hidden rows are those before the final norm, which ``confidence`` takes. The cache stays as long as it was.
+        """
+        spans = open_spans(batch.cache_rows, batch.row_starts, cache)  # type: ignore[arg-type]
+        num_heads = self._target.config.num_heads
+        sight = Sight(cache, spans, batch.positions, self._target.ropes, num_heads, is_block=True)
+        streams = self._stack.run(self._target.streams(batch.token_ids), batch.token_ids, sight)
+        sight.discard()
+        return self._streams_head(streams)
+
+    @torch.inference_mode()
+    def base_logits(self, hidden: Tensor) -> Tensor:
+        """hidden [M, d] -> [M, V] float32, before the sequential head."""
+        return self._target.logits(self._norm(hidden.float(), torch.float32))
+
+    def initial_state(self, count: int) -> Tensor:
+        """The sequential head keeps nothing between drafts."""
+        return self._markov.initial_state(count)
+
+    @torch.inference_mode()
+    def markov_step(self, previous_ids: Tensor, hidden: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """previous_ids [R] (the anchor first) -> the bias [R, V] float32 on the base logits, and the state."""
+        return self._markov.step(previous_ids, hidden, state)
+
+    @torch.inference_mode()
+    def markov_vector(self, previous_ids: Tensor, hidden: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """As ``markov_step``, but what W2 would be applied to, [R, r] float32."""
+        vector, state = self._markov.vector(previous_ids, hidden, state)
+        return vector.float(), state
+
+    @torch.inference_mode()
+    def markov_rows(self, columns: Tensor) -> Tensor:
+        """columns [...] token ids -> rows of W2 [..., r] float32: bias = rows . vector."""
+        return self._markov.rows_of(columns)
+
+    @torch.inference_mode()
+    def confidence(self, previous_ids: Tensor, hidden: Tensor) -> Tensor:
+        """previous_ids [R], hidden [R, d] -> logits [R] float32 that the draft is accepted."""
+        return self._confidence(previous_ids, hidden)
+
+
+def _cache_rows(spans: Sequence[Span], device: torch.device) -> Tensor:
+    """[N] the cache row of every batch row."""
+    return torch.tensor([s.cache_row for s in spans for _ in range(s.count)], device=device)
