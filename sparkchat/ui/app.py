@@ -18,9 +18,11 @@ from textual.message import Message
 from textual.screen import Screen
 
 from sparkchat.client import EngineClient
-from sparkchat.config import RunConfig
+from sparkchat.config import Color, RunConfig
 from sparkchat.errors import SparkchatError
+from sparkchat.params import MODES, LoadSpec
 from sparkchat.paths import user_paths
+from sparkchat.trace import read_trace
 from sparkchat.ui.bridge import Batch, Bridge, Engine
 from sparkchat.ui.clipboard import copied_message, is_too_long, osc52
 from sparkchat.ui.commands import COMMANDS
@@ -28,6 +30,7 @@ from sparkchat.ui.glyphs import glyphs
 from sparkchat.ui.history import History
 from sparkchat.ui.keymap import load_keymap
 from sparkchat.ui.live_chat import LiveChat, View
+from sparkchat.ui.recorded import RecordedEngine
 from sparkchat.ui.screens.help import HelpScreen
 from sparkchat.ui.screens.inspector import InspectorScreen
 from sparkchat.ui.terminal import TerminalGuard
@@ -100,12 +103,15 @@ class SparkApp(App[int]):
     class EngineNews(Message):
         """Batches wait to be shown."""
 
-    def __init__(self, config: RunConfig, make_engine: Callable[[], Engine], trace: TraceSink) -> None:
+    def __init__(
+        self, config: RunConfig, make_engine: Callable[[], Engine], trace: TraceSink, is_replay: bool = False
+    ) -> None:
         super().__init__()
         self.config = config
         self.glyphs = glyphs(config.ascii)
         self.bridge = Bridge(make_engine, self._deliver, trace)
         self._trace = trace
+        self._is_replay = is_replay
         self._panel_wish: bool | None = None
         self._quit_armed = False
         self._keymap_names: dict[str, str] = {}
@@ -146,7 +152,7 @@ class SparkApp(App[int]):
             self.panel,
             self.query_one("#status", PartsBar),
         )
-        self.chat = LiveChat(self.config, self.bridge, self._trace, view, self, self.glyphs)
+        self.chat = LiveChat(self.config, self.bridge, self._trace, view, self, self.glyphs, self._is_replay)
         self.prompt.focus()
         self._place_panel()
         self.chat.begin(self._load_keymap())
@@ -261,7 +267,7 @@ class SparkApp(App[int]):
             self._show()
         elif self.prompt.text:
             self.prompt.take()
-            self.chat.flash("cleared; up brings it back")
+            self.chat.flash("cleared; up brings it back, ctrl+q leaves")
         elif self._quit_armed:
             self.action_leave()
         else:
@@ -362,7 +368,23 @@ def run_tui(config: RunConfig, make_engine: Callable[[], Engine] | None = None) 
     trace = TraceSink(config.argv)
     if config.trace_path is not None:
         trace.open(config.trace_path, config.trace_force)
-    app = SparkApp(config, make_engine or (lambda: EngineClient(config.spec)), trace)
+    return _run(SparkApp(config, make_engine or (lambda: EngineClient(config.spec)), trace), trace)
+
+
+def run_replay(path: Path, *, speed: float = 1.0, color: Color = "auto", ascii_only: bool = False) -> int:
+    """Play a recorded session on the screen; ``speed`` 2 is twice as fast, 0 shows it at once.
+
+    Raises UsageError or DamagedFile when the file is no trace.
+    """
+    recorded = read_trace(path)
+    mode = (recorded.header or {}).get("mode")
+    spec = LoadSpec(name=path.name, model_path=str(path), mode=mode if mode in MODES else "off")
+    config = RunConfig(spec=spec, label=f"replay of {path.name}", color=color, ascii=ascii_only)
+    trace = TraceSink()
+    return _run(SparkApp(config, lambda: RecordedEngine(recorded, speed), trace, is_replay=True), trace)
+
+
+def _run(app: SparkApp, trace: TraceSink) -> int:
     guard = TerminalGuard(lambda code: app.exit(return_code=code))
     try:
         with guard:

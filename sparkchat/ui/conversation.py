@@ -76,6 +76,12 @@ class Conversation:
         self.turns.append(turn)
         return turn
 
+    def adopt(self, prompt: str, request_id: str) -> Turn:
+        """A turn that was begun elsewhere."""
+        turn = Turn(prompt, request_id)
+        self.turns.append(turn)
+        return turn
+
     def request(self, turn: Turn) -> GenerateRequest:
         """The request for the newest turn, with the settings of this moment."""
         content: dict[str, Any] = {"messages": self.messages, "system": self.system, "think": self.think}

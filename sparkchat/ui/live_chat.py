@@ -24,6 +24,7 @@ from sparkchat.ui.conversation import Conversation
 from sparkchat.ui.glyphs import Glyphs
 from sparkchat.ui.inspection import StepRecord
 from sparkchat.ui.progress import loading_text
+from sparkchat.ui.recorded import REFUSAL
 from sparkchat.ui.stats import Snapshot, result_line
 from sparkchat.ui.trace_sink import TraceSink
 from sparkchat.ui.widgets.bars import Badge, PartsBar
@@ -65,7 +66,14 @@ class LiveChat:
     """Implements ``commands.ChatFront``."""
 
     def __init__(
-        self, config: RunConfig, bridge: Bridge, trace: TraceSink, view: View, desk: Desk, glyphs: Glyphs
+        self,
+        config: RunConfig,
+        bridge: Bridge,
+        trace: TraceSink,
+        view: View,
+        desk: Desk,
+        glyphs: Glyphs,
+        is_replay: bool = False,
     ) -> None:
         self.conversation = Conversation(config)
         self.trace = trace
@@ -74,6 +82,7 @@ class LiveChat:
         self._view = view
         self._desk = desk
         self._glyphs = glyphs
+        self._is_replay = is_replay
         self.info: dict[str, Any] = {}
         self.state = "loading"
         """loading | ready | down"""
@@ -120,6 +129,8 @@ class LiveChat:
         self.refresh_bars()
 
     def ask(self, prompt: str) -> None:
+        if self._is_replay:
+            raise UsageError(REFUSAL)
         if self.is_busy:
             self._desk.edit(prompt)
             self.flash("an answer is running; esc stops it")
@@ -146,7 +157,7 @@ class LiveChat:
         active = self.active
         if self._comparison is not None:
             return self._stop_comparison()
-        if active is None:
+        if active is None or self._is_replay:
             return False
         if active.is_stopping or self.state != "ready":
             self._close_answer(None)
@@ -209,9 +220,9 @@ class LiveChat:
     def change_mode(self, mode: Mode) -> None:
         if mode != "off" and self.info and not self.info.get("drafter"):
             raise UsageError(f"mode {mode} needs a drafter: {self.info.get('reason_off') or 'none is loaded'}")
-        self.conversation.mode = mode
         if self.state == "ready":
             self._bridge.set_mode(mode)
+        self.conversation.mode = mode
         self.flash(f"mode {mode}, from the next step on")
 
     def cycle_mode(self) -> None:
@@ -294,19 +305,20 @@ class LiveChat:
         self.refresh_bars()
 
     def _take_batch(self, batch: Batch) -> None:
-        # First, because the end of the answer may be among the items, and its numbers stay on the screen.
-        if self.active is not None and (snapshot := batch.stats.get(self.active.turn.request_id)):
-            self._show_numbers(snapshot)
-        comparison = self._comparison
-        if comparison is not None and (snapshot := batch.stats.get(self.running_id or "")):
-            comparison.num_tokens = snapshot.num_tokens
-            self._show_numbers(snapshot)
-        self.records.extend(StepRecord(*each) for each in batch.steps)
         for item in batch.items:
             if isinstance(item, TextUpdate):
                 self._take_text(item)
             else:
                 self._take_event(item)
+        comparison = self._comparison
+        if comparison is not None and (snapshot := batch.stats.get(self.running_id or "")):
+            comparison.num_tokens = snapshot.num_tokens
+            self._show_numbers(snapshot)
+        # By the turn and not by what is running: its start and its end may both have been among the items.
+        newest = self.conversation.turns[-1].request_id if self.conversation.turns else None
+        if newest in batch.stats:
+            self._show_numbers(batch.stats[newest])
+        self.records.extend(StepRecord(*each) for each in batch.steps if each[0]["id"] == newest)
 
     def _take_text(self, update: TextUpdate) -> None:
         # Text of an answer that was given up on the screen is not shown any more.
@@ -322,6 +334,7 @@ class LiveChat:
             "start": self._on_start,
             "end": self._on_end,
             "notice": self._on_notice,
+            "recording_end": self._on_recording_end,
         }.get(event["event"])
         try:
             if handler is not None:
@@ -360,9 +373,26 @@ class LiveChat:
         )
 
     def _on_start(self, event: Event) -> None:
+        if self._is_replay:
+            self._begin_recorded(event)
         if self.active is not None and event["id"] == self.active.turn.request_id:
             self.active.has_started = True
+            self._show_numbers(Snapshot())
             self.active.turn.seed = (event.get("sampling") or {}).get("seed")
+
+    def _begin_recorded(self, event: Event) -> None:
+        if self.active is not None:
+            self._close_answer(None)
+        num_tokens = event.get("num_prompt_tokens", len(event["prompt_token_ids"]))
+        prompt = f"(a question of {num_tokens} tokens; a trace keeps no text of it)"
+        self._answers.question(prompt)
+        self.records.clear()
+        self.active = ActiveAnswer(self.conversation.adopt(prompt, event["id"]))
+
+    def _on_recording_end(self, _event: Event) -> None:
+        if self.active is not None:
+            self._close_answer(None)
+        self._answers.note("the recording ends here; F4 shows the steps of the last answer")
 
     def _on_end(self, event: Event) -> None:
         comparison = self._comparison

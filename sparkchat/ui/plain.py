@@ -151,14 +151,17 @@ class JsonLinesPrinter:
         if event["event"] not in _EVENTS:
             return
         if event["event"] == "end":
-            self.close(event["result"])
+            self._end(event["result"], event["id"], event.get("thinking", ""))
         else:
             _print_json(event)
 
     def close(self, result: dict[str, Any] | None) -> None:
         if result is not None and not self._has_ended:
-            self._has_ended = True
-            _print_json({"event": "end", **result, "result": result})
+            self._end(result, "1", "")
+
+    def _end(self, result: dict[str, Any], request_id: str, thinking: str) -> None:
+        self._has_ended = True
+        _print_json({"event": "end", "id": request_id, **result, "result": result, "thinking": thinking})
 
 
 _PRINTERS = {"text": TextPrinter, "json": JsonPrinter, "jsonl": JsonLinesPrinter}

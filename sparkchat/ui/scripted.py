@@ -113,6 +113,12 @@ class ScriptedEngine:
         else:
             self._out.append((now + load, {"event": "ready", "info": self._info()}))
 
+    def finish_loading(self) -> None:
+        """Become ready now."""
+        with self._wake:
+            self._out = [(0.0, event) for _, event in self._out]
+            self._wake.notify_all()
+
     def generate(self, request: GenerateRequest) -> None:
         with self._wake:
             self.requests.append(request)

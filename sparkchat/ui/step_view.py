@@ -64,9 +64,15 @@ def step_rows(snapshot: Snapshot, width: int, height: int, glyphs: Glyphs) -> li
     verify_len = step.get("verify_len") or 0
     positions = [_position_row(step, k, str(text), width, glyphs) for k, text in enumerate(drafts)]
     positions.insert(min(verify_len, len(drafts)), [_cut(verify_len, len(drafts), width, glyphs)])
+    if height > len(rows) + len(positions) + 1:
+        rows.append([(fit(_legend(glyphs), width, glyphs.ellipsis), "dim")])
     rows += positions
     rows.append(_target_row(snapshot, width, glyphs))
     return _shortened(rows, height, width, glyphs)
+
+
+def _legend(glyphs: Glyphs) -> str:
+    return f"{glyphs.bar} survival {glyphs.tick} confidence {glyphs.accepted} kept {glyphs.rejected} not"
 
 
 def _mode_text(step: dict[str, Any]) -> str:

@@ -32,10 +32,11 @@ async def test_a_question_is_answered(chat: Open) -> None:
 
 
 async def test_the_screen_opens_while_the_engine_loads_and_a_message_may_wait(chat: Open) -> None:
-    async with chat(size=(120, 40), options=ScriptedOptions(load_seconds=2.0, tokens_per_second=2000)) as c:
+    async with chat(size=(120, 40), options=ScriptedOptions(load_seconds=600, tokens_per_second=2000)) as c:
         await c.until(lambda: "loading" in c.status)
         await c.send("hello")
         await c.until(lambda: "your message waits" in c.status)
+        c.engine.finish_loading()
         await c.answered()
         assert "short answer" in c.screen
 

@@ -69,9 +69,9 @@ def test_marks_say_what_became_of_each_draft(glyphs: Glyphs) -> None:
 def test_step_shows_positions_cut_and_the_targets_own_token() -> None:
     rows = plain(step_rows(snapshot(), 60, 12, UNICODE))
     assert rows[0].startswith("step 1  static")
-    assert " verify 4 of 5 " in rows[5]
-    assert "✓" in rows[1] and "cat" in rows[2] and "✗" in rows[3] and "0.36" in rows[3]
-    assert "target chose ' dog'" in rows[7]
+    assert "survival" in rows[1] and " verify 4 of 5 " in rows[6]
+    assert "✓" in rows[2] and "cat" in rows[3] and "✗" in rows[4] and "0.36" in rows[4]
+    assert "target chose ' dog'" in rows[8]
 
 
 def test_requested_mode_is_shown_when_another_one_ran() -> None:
