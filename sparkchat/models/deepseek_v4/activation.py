@@ -25,11 +25,3 @@ def sqrt_softplus(x: Tensor) -> Tensor:
     """sqrt(log(1 + exp(x)))"""
     soft = torch.log1p(torch.exp(x.clamp(max=_SOFTPLUS_LINEAR)))
     return torch.where(x > _SOFTPLUS_LINEAR, x, soft).sqrt()
-
-
-def sum_over(x: Tensor, dim: int) -> Tensor:
-    """Sum over a short dimension in the order of its elements, whatever the shape."""
-    first, *rest = x.unbind(dim)
-    for term in rest:
-        first = first + term
-    return first

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sparkchat.errors import DamagedFile
-from sparkchat.models.deepseek_v4.activation import sqrt_softplus, sum_over
+from sparkchat.models.deepseek_v4.activation import sqrt_softplus
 from sparkchat.models.deepseek_v4.config import DeepseekV4Config
 from sparkchat.models.deepseek_v4.scope import Scope
 
@@ -38,7 +38,7 @@ class Gate:
         scores = sqrt_softplus(self._scores(x.float()))
         experts = self._choose(scores, token_ids).sort(dim=-1).values
         weights = scores.gather(1, experts)
-        return weights / sum_over(weights, -1).unsqueeze(-1) * self._scale, experts
+        return weights / weights.sum(dim=-1, keepdim=True) * self._scale, experts
 
     def _choose(self, scores: Tensor, token_ids: Tensor) -> Tensor:
         if self._experts_of is not None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sparkchat.models.deepseek_v4.activation import sigmoid, sum_over
+from sparkchat.models.deepseek_v4.activation import sigmoid
 from sparkchat.models.deepseek_v4.config import DeepseekV4Config
 from sparkchat.models.deepseek_v4.scope import Scope
 from sparkchat.models.linear import make_linear
@@ -27,11 +27,9 @@ class StreamMix:
 
     def merge(self, output: Tensor, streams: Tensor) -> Tensor:
         """output [N, d], streams [N, S, d] before the sub-block -> streams behind it, in their dtype."""
-        mixed = self.post.unsqueeze(-1) * output.float().unsqueeze(1)
-        # Over the first index: the combination acts transposed.
-        for j in range(streams.shape[1]):
-            mixed += self.combination[:, j].unsqueeze(-1) * streams[:, j].float().unsqueeze(1)
-        return mixed.to(streams.dtype)
+        taken = self.post.unsqueeze(-1) * output.float().unsqueeze(1)
+        # Transposed: summed over the first index of the combination.
+        return torch.baddbmm(taken, self.combination.transpose(1, 2), streams.float()).to(streams.dtype)
 
 
 class _StreamWeights:
@@ -50,7 +48,7 @@ class _StreamWeights:
 
 def _weighted(weights: Tensor, streams: Tensor, dtype: torch.dtype) -> Tensor:
     """weights [N, S], streams [N, S, d] -> [N, d]"""
-    return sum_over(weights.unsqueeze(-1) * streams.float(), 1).to(dtype)
+    return (weights.unsqueeze(-1) * streams.float()).sum(dim=1).to(dtype)
 
 
 class HyperConnection:
@@ -76,10 +74,10 @@ class HyperConnection:
         """Softmax of each row, then rows and columns scaled in turn, columns last (Sinkhorn and Knopp)."""
         eps = self._eps
         c = combination.softmax(dim=-1) + eps
-        c = c / (sum_over(c, 1).unsqueeze(1) + eps)
+        c.div_(c.sum(dim=1, keepdim=True).add_(eps))
         for _ in range(self._iterations - 1):
-            c = c / (sum_over(c, 2).unsqueeze(2) + eps)
-            c = c / (sum_over(c, 1).unsqueeze(1) + eps)
+            c.div_(c.sum(dim=2, keepdim=True).add_(eps))
+            c.div_(c.sum(dim=1, keepdim=True).add_(eps))
         return c
 
 

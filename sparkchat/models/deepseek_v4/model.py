@@ -13,7 +13,6 @@ from torch import Tensor
 
 from sparkchat.models.attention import open_spans
 from sparkchat.models.base import ForwardBatch
-from sparkchat.models.deepseek_v4.activation import sum_over
 from sparkchat.models.deepseek_v4.cache import StateCache
 from sparkchat.models.deepseek_v4.config import DeepseekV4Config
 from sparkchat.models.deepseek_v4.hyper import HyperHead
@@ -102,6 +101,6 @@ class DeepseekV4:
 def _tapper(tap_layers: tuple[int, ...], taps: dict[int, Tensor]) -> Callable[[int, Tensor], None]:
     def keep(layer: int, streams: Tensor) -> None:
         if layer in tap_layers:
-            taps[layer] = sum_over(streams.float(), 1) / streams.shape[1]
+            taps[layer] = streams.float().mean(dim=1)
 
     return keep
