@@ -35,7 +35,10 @@ def train(
     draft_vocab: Annotated[int, typer.Option(min=1, help="Ids the drafter can propose.")] = 16384,
     mask_token_id: Annotated[int | None, typer.Option(help="Id behind the anchor. [default: last special id]")] = None,
     learning_rate: Annotated[float, typer.Option(min=0.0, help="Peak learning rate.")] = 1e-3,
-    loss_temperature: Annotated[float, typer.Option(help="Temperature at which the losses compare.")] = 1.0,
+    loss_temperature: Annotated[
+        str, typer.Option(help="Temperatures at which the losses compare, as T or T/REPETITION_PENALTY, by commas.")
+    ] = "1.0",
+    start_from: Annotated[Path | None, typer.Option(help="A finished drafter to go on from.")] = None,
     batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a batch.")] = 32768,
     slots: Annotated[int, typer.Option(min=1, help="Supervised slots per 512 tokens.")] = 896,
     eval_prompts: Annotated[int, typer.Option(min=0, help="Held-out chats decoded at the end; 0: none.")] = 256,
@@ -69,7 +72,8 @@ def train(
             max_steps=steps,
             tokens_per_batch=batch_tokens,
             slots_per_sequence=slots,
-            loss_temperature=loss_temperature,
+            loss_sampling=_loss_sampling(loss_temperature),
+            start_from=start_from,
             learning_rate=learning_rate,
             seed=seed,
         ),
@@ -85,6 +89,14 @@ def _lengths(text: str) -> tuple[int, ...]:
     if not all(word.isdigit() and int(word) >= 16 for word in words):
         raise UsageError(f"--row-lengths {text!r}: give lengths of at least 16, separated by commas")
     return tuple(int(word) for word in words)
+
+
+def _loss_sampling(text: str) -> tuple[tuple[float, float], ...]:
+    try:
+        pairs = [word.partition("/") for word in text.split(",")]
+        return tuple((float(temperature), float(penalty) if bar else 1.0) for temperature, bar, penalty in pairs)
+    except ValueError as error:
+        raise UsageError(f"--loss-temperature {text!r}: give T or T/REPETITION_PENALTY, separated by commas") from error
 
 
 def _target_path(text: str, offline: bool) -> Path:

@@ -2,12 +2,14 @@
 
 import json
 from pathlib import Path
+from pickle import UnpicklingError
 
 import torch
-from safetensors.torch import save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from sparkchat.errors import DamagedFile
+from sparkchat.errors import DamagedFile, ModelNotFound
 from sparkchat.train.drafter import TrainingDrafter
 
 STATE_FILE = "training_state.pt"
@@ -80,5 +82,22 @@ def load_state(path: Path, device: str) -> dict[str, object]:
     """Raises DamagedFile when the file at ``path`` is not a training state."""
     try:
         return torch.load(path, map_location=device, weights_only=True)
-    except (OSError, RuntimeError, EOFError) as error:
-        raise DamagedFile(f"{path}: not a training state ({error}); remove it to start afresh") from error
+    except (OSError, RuntimeError, EOFError, UnpicklingError) as error:
+        raise DamagedFile(f"{path}: not a training state; remove it to start afresh") from error
+
+
+def load_exported(folder: Path) -> dict[str, Tensor]:
+    """fp32 weights of a drafter that export_drafter wrote, and its ``draft_to_target``.
+
+    Raises ModelNotFound or DamagedFile.
+    """
+    file = folder / "model.safetensors"
+    if not file.is_file():
+        raise ModelNotFound(f"drafter {folder}: no model.safetensors there")
+    try:
+        weights = load_file(file)
+        offsets = weights.pop("d2t")
+    except (SafetensorError, KeyError) as error:
+        raise DamagedFile(f"{file}: not a drafter of ours ({error})") from error
+    weights = {name: value.float() for name, value in weights.items()}
+    return {**weights, "draft_to_target": offsets + torch.arange(offsets.shape[0])}

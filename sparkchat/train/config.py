@@ -1,6 +1,7 @@
 """What a training run is made of: frozen settings, resolved once before anything is loaded."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from sparkchat.errors import UsageError
 
@@ -60,8 +61,9 @@ class Recipe:
     confidence_weight: float = 1.0
     slot_decay: float = 4.0
     """Slot i of a block weighs exp(-i / slot_decay)."""
-    loss_temperature: float = 1.0
-    """Both distributions are softmax(logits / T) in every loss; 1 in the paper."""
+    loss_sampling: tuple[tuple[float, float], ...] = ((1.0, 1.0),)
+    """(temperature, repetition penalty) at which both distributions are compared, dealt out to the sequences in
+    turn; temperature 1 without a penalty in the paper"""
     short_block_share: float = 0.3
     """Share of steps whose blocks are shorter than the drafter's block size."""
     shortest_block: int = 3
@@ -69,11 +71,14 @@ class Recipe:
     warmup_share: float = 0.04
     grad_clip: float = 1.0
     checkpoint_minutes: float = 2.0
+    start_from: Path | None = None
+    """A finished drafter to go on from, with fresh optimiser moments"""
     seed: int = 42
 
     def __post_init__(self) -> None:
-        if not 0 < self.loss_temperature <= 2:
-            raise UsageError(f"loss temperature {self.loss_temperature}: must be in (0, 2]")
+        for temperature, penalty in self.loss_sampling:
+            if not (0 < temperature <= 2 and 0 < penalty <= 2):
+                raise UsageError(f"loss temperature {temperature}, penalty {penalty}: both must be in (0, 2]")
         if self.minutes <= 0:
             raise UsageError(f"--minutes {self.minutes}: must be positive")
         if not 0 <= self.short_block_share <= 1:

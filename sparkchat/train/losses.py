@@ -21,22 +21,70 @@ class VocabularyHead:
     """[V, d]: rows of draft_to_target, then all others"""
     draft_to_target: Tensor
     """[Vd] target ids"""
-    target_to_draft: Tensor
-    """[V] draft index of a target id, or -1"""
+    column_of: Tensor
+    """[V] row of ``weight`` that belongs to a target id; its draft index where that is below Vd"""
 
     @property
     def draft_size(self) -> int:
         return self.draft_to_target.shape[0]
+
+    def draft_index(self, ids: Tensor) -> Tensor:
+        """Draft indices of target ids, -1 outside the draft vocabulary."""
+        columns = self.column_of[ids]
+        return torch.where(columns < self.draft_size, columns, -1)
 
 
 def vocabulary_head(head: Tensor, draft_to_target: Tensor) -> VocabularyHead:
     """Reorders head [V, d] for the draft vocabulary ``draft_to_target`` [Vd]."""
     vocab_size, device = head.shape[0], head.device
     draft_to_target = draft_to_target.to(device)
-    to_draft = torch.full((vocab_size,), -1, dtype=torch.int64, device=device)
-    to_draft[draft_to_target] = torch.arange(draft_to_target.shape[0], device=device)
-    rest = (to_draft < 0).nonzero().squeeze(-1)
-    return VocabularyHead(head[torch.cat([draft_to_target, rest])].contiguous(), draft_to_target, to_draft)
+    is_draft = torch.zeros(vocab_size, dtype=torch.bool, device=device)
+    is_draft[draft_to_target] = True
+    order = torch.cat([draft_to_target, (~is_draft).nonzero().squeeze(-1)])
+    column_of = torch.empty_like(order)
+    column_of[order] = torch.arange(vocab_size, device=device)
+    return VocabularyHead(head[order].contiguous(), draft_to_target, column_of)
+
+
+@dataclass(frozen=True)
+class Shaping:
+    """How logits are shaped before both distributions are compared, by sequence: penalty, then temperature.
+
+    Rows are positions of B sequences of length L, row = sequence * L + position.
+    """
+
+    temperature: Tensor
+    """[B]"""
+    penalty: Tensor
+    """[B] repetition penalty on tokens up to the row's own position"""
+    first_seen: Tensor | None
+    """[B, V] int32 where a column's token first occurs, L or more where it does not; None: no penalty anywhere"""
+    length: int
+
+    def shaped(self, logits: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Shaped logits of ``rows`` [M] for their leading columns [M, n], and their derivative by the raw ones."""
+        sequence = rows // self.length
+        factor = torch.ones_like(logits)
+        if self.first_seen is not None:
+            is_seen = self.first_seen[sequence, : logits.shape[1]] <= (rows % self.length)[:, None]
+            penalty = self.penalty[sequence][:, None]
+            factor = torch.where(is_seen, torch.where(logits > 0, 1 / penalty, penalty), 1.0)
+        factor = factor / self.temperature[sequence][:, None]
+        return logits * factor, factor
+
+
+def shaping(ids: Tensor, settings: tuple[tuple[float, float], ...], head: VocabularyHead, offset: int) -> Shaping:
+    """Deals ``settings`` (temperature, penalty) out to the sequences ids [B, L] in turn, from ``offset`` on."""
+    num_sequences, length = ids.shape
+    dealt = [settings[(offset + i) % len(settings)] for i in range(num_sequences)]
+    temperature, penalty = (torch.tensor(x, device=ids.device) for x in zip(*dealt, strict=True))
+    first_seen = None
+    if any(factor != 1 for _, factor in settings):
+        size = (num_sequences, head.weight.shape[0])
+        first_seen = torch.full(size, length, dtype=torch.int32, device=ids.device)
+        places = torch.arange(length, dtype=torch.int32, device=ids.device).expand(num_sequences, -1)
+        first_seen.scatter_reduce_(1, head.column_of[ids], places, "amin")
+    return Shaping(temperature, penalty, first_seen, length)
 
 
 def product_fp32(a: Tensor, b: Tensor) -> Tensor:
@@ -46,8 +94,8 @@ def product_fp32(a: Tensor, b: Tensor) -> Tensor:
     return a.float() @ b.float().T
 
 
-def target_probabilities(hidden: Tensor, head: VocabularyHead, temperature: float) -> Tensor:
-    """softmax over all V ids of the target's logits, columns of the draft vocabulary: [M, d] -> [M, Vd]."""
+def target_probabilities(hidden: Tensor, head: VocabularyHead, shape: Shaping) -> Tensor:
+    """softmax over all V ids of the target's shaped logits, columns of the draft vocabulary: [P, d] -> [P, Vd]."""
     out = torch.empty(hidden.shape[0], head.draft_size, dtype=hidden.dtype, device=hidden.device)
     for start in range(0, hidden.shape[0], _CHUNK_ROWS):
         rows = slice(start, start + _CHUNK_ROWS)
@@ -55,9 +103,10 @@ def target_probabilities(hidden: Tensor, head: VocabularyHead, temperature: floa
         if logits.is_cuda:
             from sparkchat.train.triton_kernels import launch_target_probabilities
 
-            launch_target_probabilities(logits, head.draft_size, temperature, out[rows])
+            launch_target_probabilities(logits, start, shape, out[rows])
         else:
-            out[rows] = (logits / temperature).softmax(dim=-1)[:, : head.draft_size]
+            index = torch.arange(start, start + logits.shape[0], device=hidden.device)
+            out[rows] = shape.shaped(logits, index)[0].softmax(dim=-1)[:, : head.draft_size]
     return out
 
 
@@ -66,14 +115,14 @@ class SlotTargets:
     """What each of M block slots is fitted to."""
 
     probabilities: Tensor
-    """[P, Vd] target distributions of P positions, full-vocabulary softmax"""
+    """[P, Vd] shaped target distributions of P positions, full-vocabulary softmax"""
     rows: Tensor
     """[M] which of the P rows belongs to the slot"""
     labels: Tensor
     """[M] draft index of the true next token, -1 outside the draft vocabulary"""
     weights: Tensor
     """[M] weight of the slot's loss, already divided by the batch's total"""
-    temperature: float
+    shaping: Shaping
     ce_weight: float
     l1_weight: float
 
@@ -84,14 +133,9 @@ def block_losses(z: Tensor, targets: SlotTargets, rows: slice, dtype: torch.dtyp
     if z.is_cuda:
         from sparkchat.train.triton_kernels import launch_block_losses
 
-        ce, l1 = torch.empty_like(weights), torch.empty_like(weights)
-        grad = torch.empty_like(z, dtype=dtype)
-        launch_block_losses(
-            z, targets.probabilities, chosen, labels, weights,
-            targets.temperature, targets.ce_weight, targets.l1_weight, ce, l1, grad,
-        )  # fmt: skip
-        return ce, l1, grad
-    log_p = (z / targets.temperature).log_softmax(dim=-1)
+        return launch_block_losses(z, targets, rows, dtype)
+    shaped, factor = targets.shaping.shaped(z, chosen)
+    log_p = shaped.log_softmax(dim=-1)
     p, q = log_p.exp(), targets.probabilities[chosen].float()
     known = labels >= 0
     one_hot = torch.zeros_like(p).scatter_(1, labels.clamp(min=0)[:, None], 1.0)
@@ -101,7 +145,7 @@ def block_losses(z: Tensor, targets: SlotTargets, rows: slice, dtype: torch.dtyp
     sign = (p - q).sign()
     grad = targets.l1_weight * p * (sign - (sign * p).sum(dim=-1, keepdim=True))
     grad += targets.ce_weight * known[:, None] * (p - one_hot)
-    return ce, l1, (grad * weights[:, None] / targets.temperature).to(dtype)
+    return ce, l1, (grad * factor * weights[:, None]).to(dtype)
 
 
 class DraftLoss(torch.autograd.Function):

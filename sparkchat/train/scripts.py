@@ -44,10 +44,12 @@ class ScriptWriter:
         newline, ask, answer = tokens.encode("\n"), tokens.header("user"), tokens.header("assistant")
         self._systems = [tokens.turn("system", text) for text in book.system_prompts]
         self._ask_opening = ask
+        # Short runs see only a few of them.
+        num_questions = min(plan.num_questions, 64 + plan.tokens // 64)
         questions = tokens.tokenizer.encode_batch(
-            [book.user_prompt(rng) for _ in range(plan.num_questions)], add_special_tokens=False
+            [book.user_prompt(rng) for _ in range(num_questions)], add_special_tokens=False
         )
-        follow_ups = [tokens.encode(book.follow_up(rng)) for _ in range(plan.num_questions // 16)]
+        follow_ups = [tokens.encode(book.follow_up(rng)) for _ in range(num_questions // 16)]
         tail = [tokens.end, *newline, *answer]
         self._openings = [ask + question.ids + tail for question in questions]
         self._shared = [(newline + ask, USER), (newline + answer, ASSISTANT)]

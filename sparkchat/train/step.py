@@ -9,7 +9,7 @@ from torch import Tensor
 from sparkchat.train.batches import Batch
 from sparkchat.train.config import Recipe
 from sparkchat.train.drafter import TrainingDrafter
-from sparkchat.train.losses import DraftLoss, SlotTargets, VocabularyHead, target_probabilities
+from sparkchat.train.losses import DraftLoss, SlotTargets, VocabularyHead, shaping, target_probabilities
 
 
 @dataclass(frozen=True)
@@ -26,11 +26,17 @@ class StepLoss:
     """[B, A, g] bool"""
 
 
-def batch_loss(drafter: TrainingDrafter, head: VocabularyHead, batch: Batch, recipe: Recipe) -> StepLoss:
-    """The recipe's total loss of ``batch``; gradients reach the drafter only."""
+def batch_loss(
+    drafter: TrainingDrafter, head: VocabularyHead, batch: Batch, recipe: Recipe, offset: int = 0
+) -> StepLoss:
+    """The recipe's total loss of ``batch``; gradients reach the drafter only.
+
+    ``offset`` says where in ``recipe.loss_sampling`` the first sequence stands.
+    """
+    shape = shaping(batch.ids, recipe.loss_sampling, head, offset)
     with torch.no_grad():
         features, hidden = drafter.target.forward(batch.ids, drafter.tap_layers)
-        probabilities = target_probabilities(hidden.flatten(0, 1), head, recipe.loss_temperature)
+        probabilities = target_probabilities(hidden.flatten(0, 1), head, shape)
     blocks = drafter(features, batch.ids, batch.anchors, batch.block_len)
     labels, supervised = batch.labels()
     anchor_ids = batch.ids.gather(1, batch.anchors)[..., None]
@@ -41,9 +47,9 @@ def batch_loss(drafter: TrainingDrafter, head: VocabularyHead, batch: Batch, rec
     targets = SlotTargets(
         probabilities=probabilities,
         rows=_position_rows(batch, slot),
-        labels=head.target_to_draft[labels].flatten(),
+        labels=head.draft_index(labels).flatten(),
         weights=weights.flatten(),
-        temperature=recipe.loss_temperature,
+        shaping=shape,
         ce_weight=recipe.ce_weight,
         l1_weight=recipe.l1_weight,
     )

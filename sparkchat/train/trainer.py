@@ -14,7 +14,7 @@ from torch import Tensor
 from sparkchat.errors import DamagedFile, UsageError
 from sparkchat.train.batches import Batch, BatchStream, choose_draft_vocabulary, count_answer_ids
 from sparkchat.train.chat_tokens import ChatTokens
-from sparkchat.train.checkpoint import STATE_FILE, export_drafter, load_state, save_state
+from sparkchat.train.checkpoint import STATE_FILE, export_drafter, load_exported, load_state, save_state
 from sparkchat.train.config import DrafterShape, Recipe, tap_layers
 from sparkchat.train.data import TrainingData
 from sparkchat.train.drafter import TrainingDrafter
@@ -51,7 +51,11 @@ class Trainer:
         self.target, self.recipe, self.out, self.report = target, recipe, out, report
         torch.manual_seed(recipe.seed)
         state = load_state(out / STATE_FILE, target.device) if (out / STATE_FILE).is_file() else None
-        draft_to_target = state["draft_to_target"] if state else self._draft_vocabulary(data, shape, tokens)
+        exported = load_exported(recipe.start_from) if recipe.start_from and not state else None
+        if state or exported:
+            draft_to_target = (state or exported).pop("draft_to_target")
+        else:
+            draft_to_target = self._draft_vocabulary(data, shape, tokens)
         self.head = vocabulary_head(target.head, draft_to_target)
         mask_id = tokens.special[-1] if shape.mask_token_id is None else shape.mask_token_id
         taps = tap_layers(target.shape.num_layers, shape.num_taps)
@@ -66,13 +70,16 @@ class Trainer:
             self._resume(state)
         seed = recipe.seed + 1000 * self.cycle
         self.stream = BatchStream(data.training, recipe, shape.block_size, target.device, seed)
-        # Full blocks only, so that the reported lengths are comparable.
-        plain = dataclasses.replace(recipe, short_block_share=0.0)
+        # Full blocks and one setting, so that the reported lengths are comparable.
+        plain = dataclasses.replace(recipe, short_block_share=0.0, loss_sampling=recipe.loss_sampling[:1])
+        self.held_out_recipe = plain
         held_out = iter(BatchStream(data.held_out, plain, shape.block_size, target.device, recipe.seed))
         self.held_out: list[Batch] = [next(held_out) for _ in range(_HELD_OUT_BATCHES)]
         if not state:
             with torch.no_grad():
                 self.drafter.measure_feature_scale(target.forward(self.held_out[0].ids, taps)[0])
+        if exported:
+            self._start_from(exported)
 
     def _draft_vocabulary(self, data: TrainingData, shape: DrafterShape, tokens: ChatTokens) -> Tensor:
         counts = count_answer_ids(data.training, self.target.shape.vocab_size)
@@ -93,6 +100,16 @@ class Trainer:
         self.optimizer.load_state_dict(state["optimizer"])
         self.num_steps, self.cycle = state["num_steps"], state["cycle"] + 1
         self.report(f"resuming cycle {self.cycle} after {self.num_steps} steps")
+
+    def _start_from(self, exported: dict[str, Tensor]) -> None:
+        """Takes the weights of a finished drafter; its fc expects features that are not scaled."""
+        scale = self.drafter.feature_scale
+        exported["fc.weight"] = exported["fc.weight"].to(scale.device) * scale
+        try:
+            self.drafter.load_state_dict({**exported, "feature_scale": scale})
+        except RuntimeError as error:
+            raise UsageError(f"{self.recipe.start_from}: a drafter of another shape ({error})") from error
+        self.report(f"starting from the drafter in {self.recipe.start_from}")
 
     def run(self) -> Trained:
         """Trains until the cycle is over; leaves the drafter and the resumable state in the output folder."""
@@ -121,7 +138,7 @@ class Trainer:
         """One optimiser step at ``share`` of the cycle; returns the losses [total, ce, l1, confidence]."""
         for group in self.optimizer.param_groups:
             group["lr"] = self.recipe.learning_rate * schedule(share, self.recipe.warmup_share)
-        loss = batch_loss(self.drafter, self.head, batch, self.recipe)
+        loss = batch_loss(self.drafter, self.head, batch, self.recipe, offset=self.num_steps)
         self.optimizer.zero_grad(set_to_none=True)
         loss.total.backward()
         torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), self.recipe.grad_clip)
@@ -147,10 +164,10 @@ class Trainer:
 
     @torch.no_grad()
     def validate(self) -> AgreementMeter:
-        """Agreement with the target on held-out conversations, at the loss temperature."""
+        """Agreement with the target on held-out conversations, at the first of the losses' settings."""
         meter = AgreementMeter.empty(self.drafter.config.block_size, self.target.device)
         for batch in self.held_out:
-            meter.add(batch_loss(self.drafter, self.head, batch, self.recipe))
+            meter.add(batch_loss(self.drafter, self.head, batch, self.held_out_recipe))
         return meter
 
     def save(self) -> None:

@@ -1,9 +1,14 @@
 """Triton kernels of the trainer; imported only where a GPU runs them. Their references are their callers' CPU paths."""
 
+from typing import TYPE_CHECKING
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from sparkchat.train.losses import Shaping, SlotTargets
 
 
 @triton.jit
@@ -56,8 +61,25 @@ def launch_decode_attention(q: Tensor, keys: Tensor, values: Tensor, position: T
 
 
 @triton.jit
+def _shaping_factor(
+    x, columns, inside, row, temperature_ptr, penalty_ptr, first_seen_ptr, length, vocab_size,
+    HAS_PENALTY: tl.constexpr,
+):  # fmt: skip
+    # What multiplies a raw logit: see Shaping.shaped.
+    sequence = row // length
+    factor = 1.0 / tl.load(temperature_ptr + sequence)
+    if HAS_PENALTY:
+        penalty = tl.load(penalty_ptr + sequence)
+        first = tl.load(first_seen_ptr + sequence * vocab_size + columns, mask=inside, other=length)
+        penalised = tl.where(x > 0, factor / penalty, factor * penalty)
+        return tl.where(first <= row % length, penalised, factor)
+    return tl.where(inside, factor, factor)
+
+
+@triton.jit
 def _target_probabilities(
-    logits_ptr, probs_ptr, num_columns, num_kept, inverse_temperature, BLOCK: tl.constexpr
+    logits_ptr, probs_ptr, temperature_ptr, penalty_ptr, first_seen_ptr,
+    first_row, length, num_columns, num_kept, HAS_PENALTY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
@@ -66,7 +88,10 @@ def _target_probabilities(
     for start in range(0, num_columns, BLOCK):
         inside = start + columns < num_columns
         x = tl.load(logits_ptr + row * num_columns + start + columns, mask=inside, other=float("-inf"))
-        x = x * inverse_temperature
+        x = x * _shaping_factor(
+            x, start + columns, inside, first_row + row, temperature_ptr, penalty_ptr, first_seen_ptr,
+            length, num_columns, HAS_PENALTY,
+        )  # fmt: skip
         new_top = tl.maximum(top, x)
         # A lane that has seen nothing yet stays at -inf: exp(-inf - -inf) would be NaN.
         seen = new_top > float("-inf")
@@ -77,31 +102,44 @@ def _target_probabilities(
     for start in range(0, num_kept, BLOCK):
         inside = start + columns < num_kept
         x = tl.load(logits_ptr + row * num_columns + start + columns, mask=inside, other=float("-inf"))
-        p = tl.exp(x * inverse_temperature - log_total)
+        x = x * _shaping_factor(
+            x, start + columns, inside, first_row + row, temperature_ptr, penalty_ptr, first_seen_ptr,
+            length, num_columns, HAS_PENALTY,
+        )  # fmt: skip
+        p = tl.exp(x - log_total)
         tl.store(probs_ptr + row * num_kept + start + columns, p.to(probs_ptr.dtype.element_ty), mask=inside)
 
 
-def launch_target_probabilities(logits: Tensor, num_kept: int, temperature: float, out: Tensor) -> None:
-    """softmax(logits [M, V] / temperature) over all V columns; the first ``num_kept`` go to out [M, num_kept]."""
+def launch_target_probabilities(logits: Tensor, first_row: int, shaping: "Shaping", out: Tensor) -> None:
+    """See target_probabilities in losses.py: logits [M, V] of the rows from ``first_row`` on to out [M, Vd]."""
     rows, num_columns = logits.shape
-    _target_probabilities[(rows,)](logits, out, num_columns, num_kept, 1.0 / temperature, BLOCK=2048, num_warps=8)
+    _target_probabilities[(rows,)](
+        logits, out, shaping.temperature, shaping.penalty, _seen_or_dummy(shaping),
+        first_row, shaping.length, num_columns, out.shape[1],
+        HAS_PENALTY=shaping.first_seen is not None, BLOCK=2048, num_warps=8,
+    )  # fmt: skip
 
 
 @triton.jit
 def _block_losses(
-    z_ptr, target_ptr, target_row_ptr, label_ptr, weight_ptr, ce_ptr, l1_ptr, grad_ptr,
-    num_columns, inverse_temperature, ce_weight, l1_weight, BLOCK: tl.constexpr,
+    z_ptr, target_ptr, target_row_ptr, label_ptr, weight_ptr, temperature_ptr, penalty_ptr, first_seen_ptr,
+    ce_ptr, l1_ptr, grad_ptr, length, vocab_size, num_columns, ce_weight, l1_weight,
+    HAS_PENALTY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     # One program per row; the whole row stays in registers, so each tensor moves through memory once.
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < num_columns
-    z = tl.load(z_ptr + row * num_columns + columns, mask=inside, other=float("-inf")) * inverse_temperature
+    target_row = tl.load(target_row_ptr + row)
+    z = tl.load(z_ptr + row * num_columns + columns, mask=inside, other=float("-inf"))
+    factor = _shaping_factor(
+        z, columns, inside, target_row, temperature_ptr, penalty_ptr, first_seen_ptr, length, vocab_size, HAS_PENALTY
+    )
+    z = z * factor
     peak = tl.max(z, axis=0)
     e = tl.exp(z - peak)
     total = tl.sum(e, axis=0)
     p = e / total
-    target_row = tl.load(target_row_ptr + row)
     q = tl.load(target_ptr + target_row * num_columns + columns, mask=inside, other=0.0).to(tl.float32)
     difference = p - q
     l1 = tl.sum(tl.abs(difference), axis=0) + tl.maximum(1.0 - tl.sum(q, axis=0), 0.0)
@@ -113,20 +151,30 @@ def _block_losses(
     ce = tl.where(known, tl.log(total) + peak - label_z, 0.0)
     grad = l1_weight * p * (sign - tl.sum(sign * p, axis=0))
     grad += tl.where(known, ce_weight, 0.0) * (p - tl.where(is_label, 1.0, 0.0))
-    grad = grad * tl.load(weight_ptr + row) * inverse_temperature
+    grad = grad * tl.load(weight_ptr + row) * factor
     tl.store(ce_ptr + row, ce)
     tl.store(l1_ptr + row, l1)
     tl.store(grad_ptr + row * num_columns + columns, grad.to(grad_ptr.dtype.element_ty), mask=inside)
 
 
 def launch_block_losses(
-    z: Tensor, target: Tensor, target_rows: Tensor, labels: Tensor, weights: Tensor,
-    temperature: float, ce_weight: float, l1_weight: float, ce: Tensor, l1: Tensor, grad: Tensor,
-) -> None:  # fmt: skip
-    """See block_losses in losses.py; writes ce [M], l1 [M] and grad [M, Vd]."""
-    rows, num_columns = z.shape
-    _block_losses[(rows,)](
-        z, target, target_rows, labels, weights, ce, l1, grad,
-        num_columns, 1.0 / temperature, ce_weight, l1_weight,
-        BLOCK=triton.next_power_of_2(num_columns), num_warps=32,
+    z: Tensor, targets: "SlotTargets", rows: slice, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See block_losses in losses.py."""
+    num_rows, num_columns = z.shape
+    shaping, weights = targets.shaping, targets.weights[rows]
+    # Poisoned, so that a row that was not written shows.
+    ce, l1 = (torch.full_like(weights, float("nan")) for _ in range(2))
+    grad = torch.empty_like(z, dtype=dtype)
+    vocab_size = 0 if shaping.first_seen is None else shaping.first_seen.shape[1]
+    _block_losses[(num_rows,)](
+        z, targets.probabilities, targets.rows[rows], targets.labels[rows], weights,
+        shaping.temperature, shaping.penalty, _seen_or_dummy(shaping),
+        ce, l1, grad, shaping.length, vocab_size, num_columns, targets.ce_weight, targets.l1_weight,
+        HAS_PENALTY=shaping.first_seen is not None, BLOCK=triton.next_power_of_2(num_columns), num_warps=32,
     )  # fmt: skip
+    return ce, l1, grad
+
+
+def _seen_or_dummy(shaping: "Shaping") -> Tensor:
+    return shaping.penalty if shaping.first_seen is None else shaping.first_seen

@@ -75,7 +75,7 @@ def test_a_drafter_that_copies_the_target_overlaps_fully(target: Target, drafter
     _, hidden = target.forward(IDS, ())
     rows = batch.anchors[..., None] + torch.arange(4)
     drafter.forward = lambda *_: hidden[torch.arange(2)[:, None, None], rows]  # type: ignore[method-assign]
-    loss = batch_loss(drafter, head, batch, Recipe(loss_temperature=0.7))
+    loss = batch_loss(drafter, head, batch, Recipe(loss_sampling=((0.7, 1.0), (0.5, 1.1))))
     torch.testing.assert_close(loss.overlap, torch.ones(2, 2, 4), atol=1e-5, rtol=0)
     meter = AgreementMeter.empty(4, "cpu")
     meter.add(loss)
