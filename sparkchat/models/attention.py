@@ -4,8 +4,9 @@ Shapes: N rows, R cache rows looked at, Q query rows each (padded), G query head
 T key slots, D head dimension. Query heads are ordered [G, K] (weights.py), so that the heads of a group are rows
 of one matrix product with their key head: queries are [R, K, Q*G, D] without a copy and keys are never repeated.
 
-A row's result does not depend on the rows beside it, bit for bit on the CPU: keys are taken in multiples of 16 slots
-and a product never has one or two query rows, because those sizes take other paths through the matrix library.
+A row's result does not depend on the rows beside it, bit for bit on CPUs with AVX-512 and to rounding elsewhere: key
+lengths are those of ``key_slots`` and no product has very few query rows, which take another path through the matrix
+library.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparkchat.models.kv_cache import SLOT_STEP, KVCache, LayerStore, round_up
+from sparkchat.models.kv_cache import KVCache, LayerStore, key_slots
 
 _QUERY_TILE = 32
 """Rows of the matrix products inside scaled_dot_product_attention on the CPU."""
@@ -47,9 +48,11 @@ def open_spans(cache_rows: Sequence[int], row_starts: Sequence[int], cache: KVCa
     ]
 
 
-def padded_count(count: int, group_size: int) -> int:
-    """Return the query rows to compute for ``count`` of them; see the module docstring."""
-    while (count * group_size) % _QUERY_TILE in (1, 2):
+def padded_count(count: int, group_size: int, head_dim: int) -> int:
+    """Return how many query positions to compute for ``count`` of them; see the module docstring."""
+    # Found by comparing bits: products of a tile with fewer rows than this are computed in another order.
+    least = max(2, head_dim // 24 + 1)
+    while 0 < (count * group_size) % _QUERY_TILE < least:
         count += 1
     return count
 
@@ -57,7 +60,7 @@ def padded_count(count: int, group_size: int) -> int:
 class Padding:
     """Lays the spans out as a [R, Q] rectangle over a range of cache rows, and takes them out again."""
 
-    def __init__(self, spans: Sequence[Span], group_size: int, device: torch.device) -> None:
+    def __init__(self, spans: Sequence[Span], group_size: int, head_dim: int, device: torch.device) -> None:
         low, high = min(s.cache_row for s in spans), max(s.cache_row for s in spans) + 1
         self.rows: slice | Tensor = slice(low, high)
         if high - low > 2 * len(spans):
@@ -68,7 +71,7 @@ class Padding:
         else:
             slot_of = {row: row - low for row in range(low, high)}
         self.num_rows = len(slot_of)
-        self.width = padded_count(max(s.count for s in spans), group_size)
+        self.width = padded_count(max(s.count for s in spans), group_size, head_dim)
         # Padding repeats row 0 of the batch or of the span: any row with something to see will do.
         index = [0] * (self.num_rows * self.width)
         back = [0] * sum(s.count for s in spans)
@@ -100,7 +103,7 @@ class StoreView:
     ) -> None:
         self._store, self._padding = store, padding
         ends = [s.end for s in padding.spans]
-        self.length = min(round_up(max(ends), SLOT_STEP), store.slots)
+        self.length = min(key_slots(max(ends)), store.slots)
         self._writes = self._write_targets(spans, positions)
         heads = store.data.shape[2] // 2
         reach = store.data[:, padding.rows] if isinstance(padding.rows, slice) else None
@@ -170,7 +173,7 @@ class SpanAttention:
     ) -> None:
         """``is_block``: the rows of a span see all of the span, not only what is before them."""
         self._cache, self._spans, self._group_size = cache, spans, group_size
-        self._padding = Padding(spans, group_size, positions.device)
+        self._padding = Padding(spans, group_size, cache.head_dim, positions.device)
         self._views = [StoreView(store, spans, self._padding, positions, is_block) for store in cache.stores]
         self._masks = [view.grouped_mask(group_size) for view in self._views]
 

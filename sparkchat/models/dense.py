@@ -104,7 +104,7 @@ class DenseModel:
         self, batch: ForwardBatch, cache: KVCache, tap_layers: tuple[int, ...] = ()
     ) -> tuple[Tensor, Tensor | None]:
         long = [r for r, count in enumerate(batch.counts) if count > LONG_SPAN]
-        if not long or len(long) == len(batch.counts):
+        if not long or len(long) == len(batch.counts) or self.device.type != "cpu":
             return self._forward(batch, cache, tap_layers, bool(long))
         hidden = torch.empty((batch.token_ids.shape[0], self.config.hidden_size), device=self.device)
         taps = torch.empty((hidden.shape[0], len(tap_layers) * hidden.shape[1]), device=self.device)

@@ -212,6 +212,8 @@ class GgufSource:
         scaling = fields.get(f"{name}.rope.scaling.type", "none")
         if scaling != "none" or "rope_freqs.weight" in tensors:
             raise UsageError(f"{self._path}: scaled rotary embeddings are not supported in GGUF files")
+        if fields.get(f"{name}.attention.sliding_window"):
+            raise UsageError(f"{self._path}: sliding windows are not supported in GGUF files")
         if fields.get(f"{name}.expert_count"):
             raise UsageError(f"{self._path}: mixtures of experts are not supported in GGUF files")
         rotated, head = fields.get(f"{name}.rope.dimension_count"), fields.get(f"{name}.attention.key_length")
@@ -228,8 +230,8 @@ class GgufSource:
         value = self._header.fields.get(key, default)
         if not isinstance(value, (int, float)) or not 0 < value < float("inf"):
             raise DamagedFile(f"{self._path}: {key} is {value!r}, must be a positive number")
-        # The header holds float32; its nearest short decimal is what the model was trained with.
-        return float(f"{value:.6g}")
+        # The header holds float32; its shortest decimal is the number that was meant.
+        return float(str(np.float32(value)))
 
     def _stored_name(self, name: str) -> str:
         if name in _NAMES:

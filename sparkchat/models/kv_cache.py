@@ -12,12 +12,23 @@ import torch
 from torch import Tensor
 
 SLOT_STEP = 16
-"""Capacities, and the key lengths attention runs over, are multiples of this (see attention.py)."""
+_SUM_BLOCK, _SUM_PART = 512, 256
 _FIRST_SLOTS = 256
 
 
 def round_up(n: int, step: int) -> int:
     return -(-n // step) * step
+
+
+def key_slots(n: int) -> int:
+    """Return how many slots attention runs over for ``n`` keys, the rest being masked.
+
+    Sums over the keys must come out the same whatever is masked behind them, so that a row's result does not depend
+    on how far its neighbours reach. On the CPU they are taken in blocks of 512 keys, a last block of 257 to 511 keys
+    in halves of whatever size; so such a block is made whole.
+    """
+    n = round_up(n, SLOT_STEP)
+    return n if n % _SUM_BLOCK <= _SUM_PART else round_up(n, _SUM_BLOCK)
 
 
 class LayerStore:
@@ -42,7 +53,9 @@ class LayerStore:
     def _zeros(self, rows: int, slots: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         # Zeros, not empty: masked slots are still multiplied, and 0 x NaN would spread.
         heads, head_dim = self._width
-        return torch.zeros((self.num_layers, rows, 2 * heads, slots, head_dim), dtype=dtype, device=device)
+        # What is made in inference mode could not be written to outside of it.
+        with torch.inference_mode(False):
+            return torch.zeros((self.num_layers, rows, 2 * heads, slots, head_dim), dtype=dtype, device=device)
 
     def grow(self, rows: int, slots: int) -> None:
         """Make room for ``rows`` rows and, in a store that is no ring, ``slots`` positions; doubles at least."""
@@ -54,7 +67,7 @@ class LayerStore:
             return
         if slots > have_slots:
             slots = max(slots, min(2 * have_slots, self._limit))
-        slots = max(round_up(slots, SLOT_STEP), have_slots)
+        slots = max(key_slots(slots), have_slots)
         self.data = self._zeros(max(rows, have_rows), slots, old.dtype, old.device)
         self.data[:, :have_rows, :, :have_slots] = old
 
@@ -78,8 +91,9 @@ class KVCache:
         device: torch.device,
     ) -> None:
         """``windows`` has one entry per layer; ``max_span`` is the most rows one span may have."""
-        self.num_kv_heads, self.max_rows, self.context, self.max_span = num_kv_heads, max_rows, context, max_span
-        limit = round_up(context, SLOT_STEP)
+        self.num_kv_heads, self.head_dim = num_kv_heads, head_dim
+        self.max_rows, self.context, self.max_span = max_rows, context, max_span
+        limit = key_slots(context)
         # A window that the context cannot leave is no window.
         windows = [None if w is None or w >= limit else w for w in windows]
         self.stores: list[LayerStore] = []
@@ -87,7 +101,7 @@ class KVCache:
         """[layer] -> (store, index in it)"""
         for window in dict.fromkeys(windows):
             # A ring must hold the window of the span's first row and the whole span.
-            slots = min(limit, _FIRST_SLOTS) if window is None else round_up(window - 1 + max_span, SLOT_STEP)
+            slots = min(limit, _FIRST_SLOTS if window is None else key_slots(window - 1 + max_span))
             store = LayerStore(sum(w == window for w in windows), (num_kv_heads, head_dim), window, slots, limit)
             store.create(1, dtype, device)
             self.stores.append(store)
@@ -144,7 +158,7 @@ class KVCache:
         start = self._lengths[row]
         if count > self.max_span and any(store.is_ring for store in self.stores):
             raise ValueError(f"a span of {count} rows does not fit rings made for {self.max_span}")
-        if start + count > round_up(self.context, SLOT_STEP):
+        if start + count > self.context:
             raise ValueError(f"position {start + count - 1} is outside the context of {self.context}")
         for store in self.stores:
             store.grow(store.data.shape[1], start + count)

@@ -8,14 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from models.pairs import SIZES, Pair, make_pair, random_ids, run
+from models.pairs import SIZES, Pair, assert_close, make_pair, random_ids, run
 
 WIDE = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
 KINDS: dict[str, dict[str, Any]] = {
     "groups-of-3": {**WIDE, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16},
     "no-groups": {**WIDE, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16},
     "pairs": {**WIDE, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32},
+    "large-heads": {**WIDE, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128},
+    "heads-of-64": {**WIDE, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 64},
     "window": {
         **WIDE,
         "sliding_window": 10,
@@ -27,43 +30,49 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(params=KINDS)
 def pair(request: pytest.FixtureRequest, build_once: Callable[..., Any]) -> Pair:
-    if not torch.backends.mkldnn.is_available():
-        pytest.skip("without oneDNN the matrix products of this CPU depend on the number of rows")
     return build_once(
         f"independence-{request.param}", lambda folder: make_pair(folder, "qwen3", **KINDS[request.param])
     )
 
 
-@pytest.mark.parametrize("length", [3, 14, 31, 60])
+def assert_same(ours: Tensor, wanted: Tensor) -> None:
+    """The same bits where the matrix library is known to allow it, elsewhere the same up to rounding."""
+    if torch.backends.cpu.get_cpu_capability() == "AVX512" and torch.backends.mkldnn.is_available():
+        assert torch.equal(ours, wanted)
+    assert_close(ours, wanted, 1e-5)
+
+
+# Around 256, 384 and 512 keys the sums over the keys are cut into parts.
+@pytest.mark.parametrize("length", [3, 14, 31, 60, 250, 255, 381, 509])
 @pytest.mark.parametrize("block", [2, 3, 6, 8])
 def test_span_equals_single_steps(pair: Pair, length: int, block: int) -> None:
     model, ids = pair.ours, random_ids(length + block)
-    cache = model.new_cache(2, 128, 64)
+    cache = model.new_cache(2, 600, 600)
     row = cache.allocate()
     run(model, cache, [(row, ids[:length])])
     together, _ = run(model, cache, [(row, ids[length:])])
     cache.truncate(row, length)
     alone = torch.cat([run(model, cache, [(row, ids[i : i + 1])])[0] for i in range(length, length + block)])
-    assert torch.equal(together, alone)
-    assert torch.equal(model.logits(together), torch.cat([model.logits(row) for row in alone.split(1)]))
+    assert_same(together, alone)
+    assert_same(model.logits(together), torch.cat([model.logits(row) for row in alone.split(1)]))
 
 
 def test_batch_equals_each_alone(pair: Pair) -> None:
     model = pair.ours
-    prompts = [random_ids(n, seed=n) for n in (40, 7, 22, 13)]
-    blocks = [random_ids(n, seed=100 + n) for n in (6, 1, 4, 6)]
-    cache = model.new_cache(4, 128, 64)
+    prompts = [random_ids(n, seed=n) for n in (40, 7, 300, 22, 13)]
+    blocks = [random_ids(n, seed=100 + n) for n in (6, 1, 3, 4, 6)]
+    cache = model.new_cache(5, 400, 300)
     rows = [cache.allocate() for _ in prompts]
     run(model, cache, list(zip(rows, prompts, strict=True)))
     together, _ = run(model, cache, list(zip(rows, blocks, strict=True)))
-    apart = model.new_cache(1, 128, 64)
+    apart = model.new_cache(1, 400, 300)
     alone = []
     for prompt, block in zip(prompts, blocks, strict=True):
         row = apart.allocate()
         run(model, apart, [(row, prompt)])
         alone.append(run(model, apart, [(row, block)])[0])
         apart.free(row)
-    assert torch.equal(together, torch.cat(alone))
+    assert_same(together, torch.cat(alone))
 
 
 def test_long_spans_do_not_change_short_ones(tmp_path: Path) -> None:
@@ -76,6 +85,6 @@ def test_long_spans_do_not_change_short_ones(tmp_path: Path) -> None:
     alone, _ = run(model, cache, [(rows[0], ids[8:])])
     cache.truncate(rows[0], 8)
     beside, taps = run(model, cache, [(rows[1], random_ids(50, seed=3)), (rows[0], ids[8:])], (0,))
-    assert torch.equal(beside[50:], alone)
+    assert_same(beside[50:], alone)
     assert taps is not None and taps.shape == (52, SIZES["hidden_size"])
     assert cache.length(rows[0]) == 10 and cache.length(rows[1]) == 50
