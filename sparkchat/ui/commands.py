@@ -50,6 +50,8 @@ class Command:
     aliases: tuple[str, ...] = ()
 
 
+_ADVICE = "; /help lists all, and // begins a message that starts with a slash"
+
 STATS_DEFINITIONS = (
     "tok/s: tokens after the first over the time since the first (now: over the last second)\n"
     "acceptance length: tokens kept per step, the target's own bonus token included; 1.0 = no draft was accepted\n"
@@ -59,13 +61,22 @@ STATS_DEFINITIONS = (
 )
 
 
+def is_command(text: str) -> bool:
+    """One line that starts with a slash; ``//`` begins a text that starts with one."""
+    return text.startswith("/") and not text.startswith("//") and "\n" not in text.strip()
+
+
+def without_escape(text: str) -> str:
+    return text[1:] if text.startswith("//") else text
+
+
 def run_command(line: str, front: ChatFront) -> None:
-    """Run a line that starts with a slash. Raises UsageError for an unknown command or argument."""
-    word, _, argument = line[1:].strip().partition(" ")
+    """Run a command. Raises UsageError for an unknown command or argument."""
+    word, _, argument = line.strip()[1:].strip().partition(" ")
     word = word.strip().lower()
     command = _BY_WORD.get(word)
     if command is None:
-        raise UsageError(unknown("command", f"/{word}", [f"/{name}" for name in _BY_WORD]) + "; /help lists all")
+        raise UsageError(unknown("command", f"/{word}", [f"/{name}" for name in _BY_WORD]) + _ADVICE)
     command.run(front, argument.strip())
 
 

@@ -18,7 +18,7 @@ from sparkchat.ui.answer_view import ActiveAnswer, AnswerView
 from sparkchat.ui.badge import badge_text
 from sparkchat.ui.bars_text import status_parts, title_parts
 from sparkchat.ui.bridge import Batch, Bridge, Event, TextUpdate
-from sparkchat.ui.commands import command_table, run_command
+from sparkchat.ui.commands import command_table, is_command, run_command, without_escape
 from sparkchat.ui.compare import Comparison
 from sparkchat.ui.conversation import Conversation
 from sparkchat.ui.glyphs import Glyphs
@@ -119,10 +119,10 @@ class LiveChat:
     def send(self, text: str) -> None:
         """A line from the prompt: a command or a question."""
         try:
-            if text.startswith("/") and "\n" not in text.strip():
-                run_command(text.strip(), self)
+            if is_command(text):
+                run_command(text, self)
             else:
-                self.ask(text)
+                self.ask(without_escape(text))
         except SparkchatError as error:
             self._answers.note(error.message, "error")
         self._view.transcript.update_rows()
@@ -175,6 +175,8 @@ class LiveChat:
     def _detach(self, active: ActiveAnswer) -> None:
         if self.active is active:
             self._close_answer(None)
+            self._view.transcript.update_rows()
+            self.refresh_bars()
 
     @property
     def is_busy(self) -> bool:
@@ -365,6 +367,8 @@ class LiveChat:
         self._go_down(EngineCrash(event.get("message") or "the engine process ended"))
 
     def _go_down(self, error: SparkchatError) -> None:
+        if self.state == "down":
+            return  # an engine that has said why it cannot load then ends: that is no second failure
         self.state, self.failure, self._comparison = "down", error, None
         if self.active is not None:
             self._close_answer(None)

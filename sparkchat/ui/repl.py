@@ -13,7 +13,7 @@ from sparkchat.paths import user_paths
 from sparkchat.ui.answering import Answerer, Signals
 from sparkchat.ui.bridge import Engine, Event
 from sparkchat.ui.clipboard import copied_message, osc52
-from sparkchat.ui.commands import command_table, completions, run_command
+from sparkchat.ui.commands import command_table, completions, is_command, run_command, without_escape
 from sparkchat.ui.compare import Comparison
 from sparkchat.ui.conversation import Conversation
 from sparkchat.ui.history import History
@@ -113,10 +113,10 @@ class Repl:
     def _take(self, text: str) -> None:
         self._signals.forget()
         self._reader.history.add(text)
-        if text.startswith("/") and "\n" not in text:
+        if is_command(text):
             run_command(text, self)
         else:
-            self._ask(text)
+            self._ask(without_escape(text))
 
     # Answering
 

@@ -149,10 +149,10 @@ def test_repl_answers_line_by_line_and_ends_with_the_input() -> None:
 
 
 def test_repl_keeps_texts_of_several_lines_together(tmp_path: Path) -> None:
-    stdin = f'one \\\ntwo\n"""\nthree\n\nfour\n"""\n/export {tmp_path}/c.json\n'
+    stdin = f'one \\\ntwo\n"""\nthree\n\nfour\n"""\n//usr\n/export {tmp_path}/c.json\n'
     run(stdin, front="repl", options=FAST)
     turns = json.loads((tmp_path / "c.json").read_text())["turns"]
-    assert [turn["prompt"] for turn in turns] == ["one \ntwo", "three\n\nfour"]
+    assert [turn["prompt"] for turn in turns] == ["one \ntwo", "three\n\nfour", "/usr"]
 
 
 def test_repl_commands() -> None:
