@@ -58,7 +58,7 @@ class Chat:
     def status(self) -> str:
         return self.app.query_one("#status").text
 
-    async def until(self, condition: Callable[[], object], seconds: float = 20.0) -> None:
+    async def until(self, condition: Callable[[], object], seconds: float = 60.0) -> None:
         """Wait for a condition, not for a time."""
         waited = 0.0
         while not condition():

@@ -93,13 +93,13 @@ class PtyProgram:
             self.raw += chunk
             self._stream.feed(chunk)
 
-    def until(self, condition: Callable[[], object], seconds: float = 15.0) -> None:
+    def until(self, condition: Callable[[], object], seconds: float = 60.0) -> None:
         deadline = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < deadline, f"in vain; exit code {self.process.poll()}; screen:\n{self.text}"
             self.read(0.02)
 
-    def shows(self, words: str, seconds: float = 15.0) -> None:
+    def shows(self, words: str, seconds: float = 60.0) -> None:
         self.until(lambda: words in self.text, seconds)
 
     def send(self, text: str) -> None:
@@ -108,7 +108,7 @@ class PtyProgram:
     def signal(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
 
-    def ended(self, seconds: float = 15.0) -> int:
+    def ended(self, seconds: float = 60.0) -> int:
         self.until(lambda: self.process.poll() is not None, seconds)
         self.read(0.1)
         return self.process.returncode

@@ -38,7 +38,7 @@ def start(stdin: str | None = None, **wish: Any) -> subprocess.Popen[bytes]:
 
 def run(stdin: str | None = None, **wish: Any) -> tuple[int, bytes, str]:
     process = start(stdin, **wish)
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=120)
     return process.returncode, out, err.decode()
 
 
@@ -77,7 +77,7 @@ def test_a_signal_keeps_the_partial_answer(output: str, number: signal.Signals, 
         pass
     time.sleep(0.5)
     process.send_signal(number)
-    out, err = process.communicate(timeout=10)
+    out, err = process.communicate(timeout=60)
     assert process.returncode == code
     if output == "text":
         assert out and SCRIPTS["prose"].encode().startswith(out)
@@ -93,7 +93,7 @@ def test_a_signal_while_loading_ends_at_once() -> None:
     process.stderr.readline()
     before = time.monotonic()
     process.send_signal(signal.SIGTERM)
-    assert process.wait(10) == 143 and time.monotonic() - before < 2
+    assert process.wait(10) == 143 and time.monotonic() - before < 4
 
 
 def test_a_crash_is_one_line_and_70() -> None:
@@ -119,7 +119,7 @@ def test_a_reader_that_goes_away_is_no_disaster() -> None:
     assert process.stdout is not None and process.stderr is not None
     process.stdout.read(5)
     process.stdout.close()
-    assert process.wait(10) != 0
+    assert process.wait(60) != 0
 
 
 def test_a_trace_is_written_and_not_overwritten(tmp_path: Path) -> None:

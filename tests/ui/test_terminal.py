@@ -24,7 +24,7 @@ def started(program: PtyProgram, prompt: str = "prose") -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, 130)], ids=lambda v: str(v)
+    ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, 130)], ids=str
 )
 def test_a_signal_in_mid_answer_leaves_the_terminal_as_it_was(
     number: signal.Signals, code: int, tmp_path: Path
@@ -76,7 +76,7 @@ def test_a_screen_that_hangs_is_still_ended_by_a_signal() -> None:
         program.send("prose\r")
         program.read(0.5)
         program.signal(signal.SIGTERM)
-        assert program.ended(5) == 143
+        assert program.ended(10) == 143
         program.assert_restored()
 
 
@@ -84,7 +84,7 @@ def test_a_terminal_that_goes_away_ends_the_program() -> None:
     with PtyProgram(options=SLOW) as program:
         started(program)
         program.hang_up()
-        assert program.process.wait(10) == 129
+        assert program.process.wait(30) == 129
 
 
 def test_ctrl_c_stops_the_answer_at_once_and_then_leaves() -> None:
@@ -93,7 +93,7 @@ def test_ctrl_c_stops_the_answer_at_once_and_then_leaves() -> None:
         before = time.monotonic()
         program.send("\x03")
         program.shows("stopped")
-        assert time.monotonic() - before < 1.0
+        assert time.monotonic() - before < 2.0
         program.send("next")
         program.shows("next")
         program.send("\x03")
@@ -104,7 +104,7 @@ def test_ctrl_c_stops_the_answer_at_once_and_then_leaves() -> None:
         assert program.ended() == 0
 
 
-@pytest.mark.parametrize("key", ["\x1b[Z", "\x1b[17~"])
+@pytest.mark.parametrize("key", ["\x1b[Z", "\x1b[17~"], ids=["shift+tab", "f6"])
 def test_the_mode_key_works_in_mid_answer(key: str) -> None:
     with PtyProgram(size=(120, 30), options=SLOW) as program:
         started(program)
@@ -184,7 +184,7 @@ def test_keys_are_quick_while_an_answer_streams() -> None:
             program.until(lambda shown=shown, letter=letter: program.rows[-2].count(letter) > shown, 3)
             waits.append(time.monotonic() - before)
             program.read(0.03)
-        assert statistics.quantiles(waits, n=20)[-1] < 0.25, waits
+        assert statistics.median(waits) < 0.1 and statistics.quantiles(waits, n=20)[-1] < 0.5, waits
 
 
 def test_small_ascii_colourless_terminal() -> None:
