@@ -62,6 +62,8 @@ BAD_LINES: list[Any] = [
     {"messages": []},
     {"messages": [{"role": "user"}]},
     {"messages": "hi"},
+    {"messages": ["hi"]},
+    {"messages": [{"role": "user", "content": 5}]},
     {"prompt": 5},
     {"prompt_ids": [301], "stop": [""]},
     "[" * 100_000,
@@ -188,16 +190,16 @@ def test_profile_gives_model_drafter_cost_table_and_mode(mix_folders: dict[str, 
 
 
 def test_one_answer_is_text_json_or_events(tmp_path: Path) -> None:
-    script = (b"Hi ", b"\xf0\x9f", b"\x91\x8b", b" there", b"\n")
-    target = tape.write_tape(tmp_path / "tape", script)
-    drafter = bigram.write_bigram_drafter(tmp_path / "d", tape.tape_table(script), bigram.BigramDrafter())
+    played = tape.one_tape(b"Hi ", b"\xf0\x9f", b"\x91\x8b", b" there", b"\n")
+    target = tape.write_tape(tmp_path / "tape", played)
+    drafter = bigram.write_bigram_drafter(tmp_path / "d", played.table(), bigram.BigramDrafter())
     text = "Hi 👋 there\n"
     shared = ("run", target, "--drafter", drafter, "--mode", "static")
     plain = sparkchat(*shared, "hello")
     assert (plain.code, plain.out) == (0, text)
     result = parse_strict(sparkchat(*shared, "--json", "hello").out)
     assert (result["text"], result["finish_reason"]) == (text, "stop")
-    assert result["token_ids"] == list(tape.tape_ids(script))
+    assert result["token_ids"] == list(played.ids[0])
     events = sparkchat(*shared, "--jsonl", "hello").records
     kinds = [e["event"] for e in events]
     assert kinds[0] == "start"

@@ -20,11 +20,13 @@ def test_shorter_blocks_accept_as_much_at_each_position(
     mode: str, mix_folders: dict[str, Path], runner: OpenRunner
 ) -> None:
     opened = runner(mix_folders["target"], mix_folders["half"])
+    blocks, prompts = (1, 2, 3, 4, 5), random_prompts(4, 50)
+    results = opened.run(
+        {"prompt_ids": p, "mode": mode, "block_size": block, "max_tokens": 80} for block in blocks for p in prompts
+    )
     rates: dict[int, list[float | None]] = {}
-    for block in (1, 2, 3, 4, 5):
-        lines = [{"prompt_ids": p, "mode": mode, "block_size": block, "max_tokens": 100} for p in random_prompts(6, 50)]
-        results = opened.run(lines)
-        found = [r["speculation"] for r in results]
+    for n, block in enumerate(blocks):
+        found = [r["speculation"] for r in results[n * len(prompts) : (n + 1) * len(prompts)]]
         assert all(len(s["accepted_at_pos"]) == len(s["verified_at_pos"]) == block for s in found)
         assert all(len(s["acceptance_histogram"]) == block + 1 for s in found)
         sums = [[sum(s[k][i] for s in found) for i in range(block)] for k in ("verified_at_pos", "accepted_at_pos")]

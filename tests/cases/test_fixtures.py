@@ -95,27 +95,29 @@ def test_tiny_drafter_folder_spells_deepspec_names(tiny_pair: Any) -> None:
     assert not any(k.startswith("model.") for k in load_file(tiny_pair.drafter / "model.safetensors"))
 
 
-SCRIPT = (b"Hi \xf0\x9f", b"\x91", b"\xa9 and ", b"a", b"a", b" shalom \xd7\xa9", b"\n\n")
+TAPE = tape.Tape(((b"Hi \xf0\x9f", b"\x91", b"\xa9 and ", b"a", b"a", b" shalom \xd7\xa9", b"\n\n"), (b"two", b"a")))
 
 
 def test_tape_emits_its_script_then_the_end_token(tmp_path: Path) -> None:
-    folder = tape.write_tape(tmp_path / "tape", SCRIPT)
+    folder = tape.write_tape(tmp_path / "tape", TAPE)
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     chat = [{"role": "user", "content": "go"}]
-    prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False, return_tensors="pt")
-    out = model.generate(prompt, max_new_tokens=50, do_sample=False)[0, prompt.shape[1] :].tolist()
-    assert out == [*tape.tape_ids(SCRIPT), tokenizer.eos_token_id]
-    assert tokenizer.decode(out[:-1]) == b"".join(SCRIPT).decode()
+    prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+    for number, ids in enumerate((prompt, [65, 1])):
+        out = model.generate(torch.tensor([ids]), max_new_tokens=50, do_sample=False)[0, len(ids) :].tolist()
+        assert out == [*TAPE.ids[number], tokenizer.eos_token_id]
+        assert tokenizer.decode(out[:-1]) == TAPE.text(number)
+    assert TAPE.text(1) == "twoa"
 
 
 def test_tape_can_run_in_a_cycle_with_thinking_tags(tmp_path: Path) -> None:
-    folder = tape.write_tape(tmp_path / "tape", ("<think>", b"hmm", "</think>", b"so"), cycle=True)
+    folder = tape.write_tape(tmp_path / "tape", tape.one_tape("<think>", b"hmm", "</think>", b"so", cycle=True))
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     out = model.generate(torch.tensor([[65]]), max_new_tokens=6, do_sample=False)[0, 1:].tolist()
     assert tokenizer.decode(out) == "<think>hmm</think>so<think>hmm"
     assert tokenizer.decode(out, skip_special_tokens=True) == "<think>hmm</think>so<think>hmm"
 
 
-def test_repeated_piece_needs_no_plain_spelling_twice() -> None:
+def test_a_tag_cannot_be_followed_by_two_things() -> None:
     with pytest.raises(ValueError, match="each tag once"):
-        tape.tape_table(("<think>", "<think>"))
+        tape.one_tape("<think>", "<think>").table()

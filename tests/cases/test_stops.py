@@ -76,14 +76,12 @@ def test_answer_is_the_plain_one_up_to_its_first_end_token(
 ) -> None:
     eos = DECLARED[declared](ends.end, ends.other)
     target = build_once(f"ends-{declared}", lambda folder: with_ends(folder, mix_folders["target"], *eos))
-    opened = runner(target, mix_folders[kind], concurrency=16)
-    for number, mode in enumerate(ALL_MODES):
-        lines = [
-            {"prompt_ids": p, "mode": mode, "max_tokens": MAX_TOKENS, "block_size": 1 + (n + number) % 5}
-            for n, p in enumerate(ends.prompts)
-        ]
-        for outcome, run in zip(opened.watch(lines), ends.endless, strict=True):
-            check_end(outcome, run, ends.end)
+    lines = [
+        {"prompt_ids": p, "mode": ALL_MODES[n % 4], "max_tokens": MAX_TOKENS, "block_size": 1 + n // 4 % 5}
+        for n, p in enumerate(ends.prompts)
+    ]
+    for outcome, run in zip(runner(target, mix_folders[kind], concurrency=16).watch(lines), ends.endless, strict=True):
+        check_end(outcome, run, ends.end)
 
 
 def check_end(outcome: Outcome, endless: list[int], end: int) -> None:
@@ -160,20 +158,20 @@ def test_token_budget_is_kept_to_the_token(kind: str, mix_folders: dict[str, Pat
 
 @pytest.mark.parametrize("kind", ["oracle", "anti"])
 def test_budget_and_end_token_in_the_same_block(kind: Any, build_once: Callable[..., Any], runner: OpenRunner) -> None:
-    script = tuple(f"piece {n}, ".encode() for n in range(9))
-    target = build_once("tape-nine", lambda folder: tape.write_tape(folder, script))
-    table = tape.tape_table(script)
+    played = tape.one_tape(*(f"piece {n}, ".encode() for n in range(9)))
+    target = build_once("tape-nine", lambda folder: tape.write_tape(folder, played))
+    table = played.table()
     drafter = build_once(
         f"tape-nine-{kind}", lambda f: bigram.write_bigram_drafter(f, table, bigram.BigramDrafter(kind=kind))
     )
-    ids = list(tape.tape_ids(script))
+    ids = list(played.ids[0])
     lines = [
         {"prompt_ids": [65], "mode": m, "max_tokens": n} for m in ALL_MODES for n in (1, 5, 6, 7, 8, 9, 10, 11, 64)
     ]
     for outcome, line in zip(runner(target, drafter).watch(lines), lines, strict=True):
         limit = line["max_tokens"]
         assert outcome.ids == ids[:limit]
-        assert outcome.result["text"] == outcome.streamed() == tape.tape_text(script[:limit])
+        assert outcome.result["text"] == outcome.streamed() == played.text(0, limit)
         assert outcome.result["finish_reason"] == ("length" if limit <= 9 else "stop")
         check_accounts(outcome)
 
@@ -192,9 +190,9 @@ def test_end_token_as_the_very_first_token_gives_an_empty_answer(
 
 @pytest.mark.parametrize("mode", ALL_MODES)
 def test_stop_string_cuts_the_text_before_it(mode: str, build_once: Callable[..., Any], runner: OpenRunner) -> None:
-    script = (b"one ", b"tw", b"o th", b"ree EN", b"D four", b" five")
-    target = build_once("tape-stops", lambda folder: tape.write_tape(folder, script))
-    table = tape.tape_table(script)
+    played = tape.one_tape(b"one ", b"tw", b"o th", b"ree EN", b"D four", b" five")
+    target = build_once("tape-stops", lambda folder: tape.write_tape(folder, played))
+    table = played.table()
     drafter = build_once("tape-stops-oracle", lambda f: bigram.write_bigram_drafter(f, table, bigram.BigramDrafter()))
     cases = {("END",): "one two three ", ("two three",): "one ", ("three E", "one"): "", ("ENDE", "EN!"): None}
     lines = [{"prompt_ids": [65], "mode": mode, "stop": list(stop)} for stop in cases]

@@ -27,7 +27,7 @@ TEXTS = {
     "one space first": " x",
     "two spaces first": "  x",
     "tabs and line ends": "\ta\r\n\tb\r\n",
-    "newlines": "\n" * 300,
+    "newlines": "\n\n\n\n",
     "right to left": "שלום abc 12",
     "keycap": "1\ufe0f\u20e3!",
     "markup": "[/] [bold red]x <div>&lt;",
@@ -38,17 +38,16 @@ def cut_everywhere(data: bytes) -> tuple[bytes, ...]:
     return tuple(data[i : i + 1] for i in range(len(data)))
 
 
-def open_tape(folder: Path, script: Sequence[tape.Piece], kind: Any = "oracle", **options: Any) -> Runner:
+def open_tape(folder: Path, played: tape.Tape, kind: Any = "oracle", **options: Any) -> Runner:
     """Load a tape with its drafter: whole blocks at a time (oracle), or one token a step (anti)."""
-    cycle = options.pop("cycle", False)
-    target = tape.write_tape(folder / "target", script, cycle=cycle, **options)
-    table = tape.tape_table(script, cycle=cycle)
-    drafter = bigram.write_bigram_drafter(folder / "drafter", table, bigram.BigramDrafter(kind=kind))
+    target = tape.write_tape(folder / "target", played, **options)
+    drafter = bigram.write_bigram_drafter(folder / "drafter", played.table(), bigram.BigramDrafter(kind=kind))
     return open_runner(target, drafter)
 
 
-def play(opened: Runner, **options: Any) -> Outcome:
-    return opened.watch([{"prompt_ids": [65], "mode": "static", "max_tokens": 400, **options}])[0]
+def play(opened: Runner, count: int = 1, **options: Any) -> list[Outcome]:
+    """Play the first scripts of the tape, all in one batch."""
+    return opened.watch({"prompt_ids": [65, n], "mode": "static", "max_tokens": 400, **options} for n in range(count))
 
 
 def check_stream(outcome: Outcome, data: bytes) -> None:
@@ -66,50 +65,50 @@ def check_stream(outcome: Outcome, data: bytes) -> None:
 
 
 def piece_lengths(outcome: Outcome, data: bytes) -> list[int]:
-    """Bytes of each delivered token; here every token of a tape is one byte, or the whole is a single cut."""
+    """Bytes of each delivered token: one each where the text was cut everywhere, else not known before the end."""
     count = len(outcome.ids)
-    if count == len(data):
-        return [1] * count
-    return [0] * (count - 1) + [len(data)]
+    return [1] * count if count == len(data) else [0] * (count - 1) + [len(data)]
 
 
 @pytest.mark.parametrize("kind", ["oracle", "anti"])
-@pytest.mark.parametrize("name", [n for n in TEXTS if n != "newlines"])
-def test_text_cut_at_every_byte(name: str, kind: str, tmp_path: Path) -> None:
-    data = TEXTS[name].encode()
-    check_stream(play(open_tape(tmp_path, cut_everywhere(data), kind)), data)
+def test_texts_cut_at_every_byte(kind: str, tmp_path: Path) -> None:
+    texts = [text.encode() for text in TEXTS.values()]
+    opened = open_tape(tmp_path, tape.Tape(tuple(map(cut_everywhere, texts))), kind)
+    for outcome, data in zip(play(opened, len(texts)), texts, strict=True):
+        assert len(outcome.ids) == len(data)
+        check_stream(outcome, data)
 
 
-@pytest.mark.parametrize("name", ["family emoji", "devanagari", "replacement character", "two spaces first"])
-def test_text_cut_once_at_each_byte(name: str, tmp_path: Path) -> None:
-    data = TEXTS[name].encode()
-    for at in range(1, len(data), 2):
-        check_stream(play(open_tape(tmp_path / str(at), (data[:at], data[at:]))), data)
+def test_texts_cut_once_at_each_byte(tmp_path: Path) -> None:
+    chosen = [TEXTS[n].encode() for n in ("family emoji", "devanagari", "replacement character", "two spaces first")]
+    cuts = [(data[:at], data[at:]) for data in chosen for at in range(1, len(data))]
+    opened = open_tape(tmp_path, tape.Tape(tuple(cuts)))
+    for outcome, (before, after) in zip(play(opened, len(cuts)), cuts, strict=True):
+        check_stream(outcome, before + after)
 
 
 @pytest.mark.parametrize("kind", ["oracle", "anti"])
 def test_three_hundred_newlines_in_a_cycle(kind: str, tmp_path: Path) -> None:
-    opened = open_tape(tmp_path, (b"\n", b"\n", b"\n"), kind, cycle=True)
-    outcome = play(opened, max_tokens=300)
+    opened = open_tape(tmp_path, tape.one_tape(b"\n", b"\n", b"\n", cycle=True), kind)
+    outcome = play(opened, max_tokens=300)[0]
     assert outcome.result["text"] == outcome.streamed() == "\n" * 300
 
 
 @pytest.mark.parametrize("kind", ["oracle", "anti"])
 def test_lone_bytes_followed_by_a_space(kind: str, tmp_path: Path) -> None:
-    bytes_and_spaces = [piece for b in range(128, 256, 2) for piece in (bytes([b]), b" ")]
-    opened = open_tape(tmp_path, tuple(bytes_and_spaces), kind)
-    outcome, tokenizer = play(opened), AutoTokenizer.from_pretrained(tmp_path / "target")
-    assert len(outcome.ids) == 128
-    assert outcome.result["text"] == outcome.streamed() == tokenizer.decode(outcome.ids)
-    assert outcome.result["text"] == b"".join(bytes_and_spaces).decode("utf-8", "replace")
+    played = tape.one_tape(*(piece for b in range(128, 254) for piece in (bytes([b]), b" ")))
+    opened = open_tape(tmp_path, played, kind)
+    outcome, tokenizer = play(opened)[0], AutoTokenizer.from_pretrained(tmp_path / "target")
+    assert len(outcome.ids) == 252
+    assert outcome.result["text"] == outcome.streamed() == tokenizer.decode(outcome.ids) == played.text()
 
 
 def test_answer_cut_inside_a_character_shows_one_replacement_at_the_end(tmp_path: Path) -> None:
     data = "ok 👍🏽".encode()
-    opened = open_tape(tmp_path, cut_everywhere(data))
+    opened = open_tape(tmp_path, tape.one_tape(*cut_everywhere(data)))
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "target")
     for count in range(1, len(data) + 1):
-        outcome = play(opened, max_tokens=count)
+        outcome = play(opened, max_tokens=count)[0]
         text = outcome.result["text"]
         assert text == outcome.streamed() == tokenizer.decode(outcome.ids)
         whole = data[:count].decode("utf-8", "ignore")
@@ -133,8 +132,8 @@ def test_random_tokens_decode_as_a_whole(tiny_pair: Any, runner: OpenRunner) -> 
     no_tags = [[THINK, -1e4], [END_THINK, -1e4]]
     lines = [{"prompt_ids": [n], "seed": n, "logit_bias": no_tags, **options} for n in range(8)]
     for outcome in opened.watch(lines):
-        spoken = [i for i in outcome.ids if i not in tokenizer.all_special_ids]
-        assert outcome.result["text"] == outcome.streamed() == tokenizer.decode(spoken)
+        whole = tokenizer.decode(outcome.ids, skip_special_tokens=True)
+        assert outcome.result["text"] == outcome.streamed() == whole
 
 
 CODE = "```\n<think> and </think> are tags\n```"
@@ -153,18 +152,18 @@ THINKING: dict[str, tuple[tuple[tape.Piece, ...], str, str]] = {
 }
 
 
-@pytest.mark.parametrize("is_special", [False, True])
-@pytest.mark.parametrize("kind", ["oracle", "anti"])
+@pytest.mark.parametrize(("kind", "is_special"), [("oracle", False), ("anti", True)])
 @pytest.mark.parametrize("name", THINKING)
 def test_thinking_and_answer_are_told_apart(name: str, kind: str, is_special: bool, tmp_path: Path) -> None:
     script, thinking, answer = THINKING[name]
-    opened = open_tape(tmp_path, script, kind, think_is_special=is_special)
-    check_channels(play(opened), script, thinking, answer)
+    played = tape.one_tape(*script)
+    outcome = play(open_tape(tmp_path, played, kind, think_is_special=is_special))[0]
+    check_channels(outcome, played.ids[0], thinking, answer)
 
 
-def check_channels(outcome: Outcome, script: Sequence[tape.Piece], thinking: str, answer: str) -> None:
+def check_channels(outcome: Outcome, ids: Sequence[int], thinking: str, answer: str) -> None:
     """White space next to the tags may go to neither side; all else is verbatim."""
-    assert outcome.ids == list(tape.tape_ids(script))
+    assert outcome.ids == list(ids)
     assert outcome.result["text"].strip() == outcome.streamed().strip() == answer.strip()
     assert outcome.thinking.strip() == outcome.streamed("thinking").strip() == thinking.strip()
     assert [i for e in outcome.of_kind("delta") for i in e["token_ids"]] == outcome.ids
@@ -172,20 +171,20 @@ def check_channels(outcome: Outcome, script: Sequence[tape.Piece], thinking: str
 
 @pytest.mark.parametrize("kind", ["oracle", "anti"])
 def test_template_that_opens_the_thinking_needs_no_opener_in_the_answer(kind: str, tmp_path: Path) -> None:
-    script = (b"let me", b" see", "</think>", b"\n\n", b"42")
-    opened = open_tape(tmp_path, script, kind, chat_template=CHATML_OPEN_THINKING)
+    played = tape.one_tape(b"let me", b" see", "</think>", b"\n\n", b"42")
+    opened = open_tape(tmp_path, played, kind, chat_template=CHATML_OPEN_THINKING)
     line = {"messages": [{"role": "user", "content": "go"}], "mode": "static"}
     whole, cut = opened.watch([line, {**line, "max_tokens": 2}])
-    check_channels(whole, script, "let me see", "42")
-    check_channels(cut, script[:2], "let me see", "")
+    check_channels(whole, played.ids[0], "let me see", "42")
+    check_channels(cut, played.ids[0][:2], "let me see", "")
     assert cut.result["finish_reason"] == "length"
 
 
 def test_thinking_switched_off_leaves_a_tag_in_prose_alone(tmp_path: Path) -> None:
-    script = (b"<think", b"> is a ", b"tag")
-    opened = open_tape(tmp_path, script, chat_template=CHATML)
+    played = tape.one_tape(b"<think", b"> is a ", b"tag")
+    opened = open_tape(tmp_path, played, chat_template=CHATML)
     line = {"messages": [{"role": "user", "content": "go"}], "think": False, "mode": "static"}
     outcome = opened.watch([line])[0]
-    check_channels(outcome, script, "", "<think> is a tag")
+    check_channels(outcome, played.ids[0], "", "<think> is a tag")
     prompt = AutoTokenizer.from_pretrained(tmp_path / "target").decode(outcome.result["prompt_token_ids"])
     assert prompt.endswith("<think>\n\n</think>\n\n")

@@ -30,7 +30,6 @@ def lines_of(trace: Path) -> list[dict[str, Any]]:
         ("static", ("--max-tokens", "1")),
         ("static", ("--max-tokens", "30", "--temperature", "1", "--top-k", "1", "--top-p", "0.1", "--seed", "4")),
         ("compact", ("--max-tokens", "30", "--temperature", "0.8", "--seed", "4")),
-        ("cap-accept", ("--max-tokens", "30")),
     ],
     ids=str,
 )
