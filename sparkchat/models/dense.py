@@ -17,6 +17,7 @@ from sparkchat.models.kv_cache import KVCache
 from sparkchat.models.layers import DecoderLayer, Embedding, RMSNorm, spread_rotations
 from sparkchat.models.linear import Linear, make_linear
 from sparkchat.models.quant import GroupedWeight, Weight, dense
+from sparkchat.models.refined_head import RefinedHead
 from sparkchat.models.rope import RopeTable
 from sparkchat.models.shape import DecoderShape
 from sparkchat.models.weights import TensorSource, layer_weights
@@ -144,9 +145,8 @@ class DenseModel:
 
 
 def _make_head(weight: Weight, device: torch.device, dtype: torch.dtype | None) -> Linear:
-    # Logits of a quantised head keep fp32 on the CPU: bf16 would round them to steps of 1/8 near 20.
     if isinstance(weight, GroupedWeight) and dtype is None and device.type == "cpu":
-        dtype = torch.float32
+        return RefinedHead(weight)
     return make_linear(weight, None, device=device, dtype=dtype)
 
 
