@@ -69,7 +69,8 @@ def main() -> None:
         _log_exception()
         if not _is_out_of_memory(error):
             os._exit(70)
-        channel.send(_fatal(NotEnoughMemory(f"the engine ran out of memory ({error}); try a smaller --context")))
+        reason = f"the engine ran out of memory ({str(error)[:160]}); try a smaller --context"
+        channel.send(_fatal(NotEnoughMemory(reason)))
     os._exit(0)
 
 
@@ -141,10 +142,10 @@ def _submit(engine: Any, data: Any) -> list[Event]:
         return engine.submit(GenerateRequest.from_json(data))
     except SparkchatError as error:
         reason = error
+    except (MemoryError, RuntimeError):
+        raise  # of the device, not of the request
     except Exception as error:
         # A boundary too: nothing of the request has run, so the engine is as sound as before.
-        if _is_out_of_memory(error):
-            raise
         _log_exception()
         reason = SparkchatError(f"the request cannot be read ({type(error).__name__}: {error}); check its fields")
     return [engine.refuse(data.get("id") if isinstance(data, dict) else None, reason)]
