@@ -52,13 +52,14 @@ class Drafter:
         check_fit(path, config, target)
         source = FolderSource(path)
         mapping = _take_mapping(path, source, config)
-        dtype = dtype or _own_dtype(source, device)
+        linear_dtype = dtype or _linear_dtype(source, device)
+        dtype = torch.bfloat16 if linear_dtype is torch.int8 else linear_dtype
         shape, d = config.decoder, config.hidden_size
         embedding = target.embedding
         if "embed_tokens.weight" in source:
             embedding = Embedding(source.take("embed_tokens.weight", config.vocab_size, d), device, dtype)
-        stack = DecoderStack(source, shape, "", device, dtype)
-        backbone = Backbone(source, stack, embedding, len(config.target_layer_ids), device, dtype)
+        stack = DecoderStack(source, shape, "", device, linear_dtype)
+        backbone = Backbone(source, stack, embedding, len(config.target_layer_ids), device, linear_dtype)
         head = None
         if config.markov_head_type is not None:
             sizes = (config.vocab_size, config.draft_vocab_size, d, config.markov_rank)
@@ -67,7 +68,7 @@ class Drafter:
         if config.has_confidence:
             with_markov = head is not None and config.confidence_with_markov
             confidence = load_confidence(source, d, head.embedding if with_markov and head else None, device)
-        base_head = _load_base_head(source, config, target, mapping, device, dtype)
+        base_head = _load_base_head(source, config, target, mapping, device, linear_dtype)
         source.finish(["t2d"])
         on_device = None if mapping is None else mapping.to(device)
         return cls(config, backbone, base_head, head, confidence, on_device, device)
@@ -204,6 +205,11 @@ def _load_base_head(
     return make_linear(target.head_rows(mapping), None, device=device, dtype=dtype)
 
 
-def _own_dtype(source: FolderSource, device: torch.device) -> torch.dtype:
-    is_fp32 = device.type == "cpu" and source.dtype_of("fc.weight") == "F32"
-    return torch.float32 if is_fp32 else torch.bfloat16
+def _linear_dtype(source: FolderSource, device: torch.device) -> torch.dtype:
+    """Format of the large matrices where nothing was asked for: rounded to 8 bits on the CPU, unless stored in fp32.
+
+    Rounding moves the law that drafts are drawn from, not the law of the output.
+    """
+    if device.type != "cpu":
+        return torch.bfloat16
+    return torch.float32 if source.dtype_of("fc.weight") == "F32" else torch.int8
