@@ -17,6 +17,7 @@ SMALL = {"compress_ratios": [0, 4, 8, 4], "num_hidden_layers": 4, "hc_sinkhorn_i
 KINDS: dict[str, dict[str, Any]] = {
     "small": SMALL,
     "rounded": {**SMALL, "has_roundings": True},
+    "narrow-window": {**SMALL, "sliding_window": 3},
     "published-ratios": {
         "compress_ratios": [4, 128],
         "num_hidden_layers": 2,
@@ -139,9 +140,11 @@ def test_blocks_of_which_some_rows_stay(small: Steps, seed: int) -> None:
         cache.truncate(row, at)
 
 
-@pytest.mark.parametrize("keep", range(0, 61, 3))
-def test_another_ending_after_taking_back(small: Steps, keep: int) -> None:
+@pytest.mark.parametrize("keep", [0, 9, *range(24, 61, 3), 29, 31, 32])
+@pytest.mark.parametrize("name", ["small", "narrow-window"])
+def test_another_ending_after_taking_back(name: str, keep: int, build_once: Callable[..., Any]) -> None:
     """As when an earlier message is edited: right where the state is held, refused where it is gone."""
+    small = steps_of(name, build_once)
     first, other = random_ids(60), random_ids(14, seed=1)
     cache = small.cache()
     row = cache.allocate()
@@ -171,7 +174,19 @@ def test_what_is_gone_is_refused(small: Steps) -> None:
     assert not cache.can_truncate(row, -1)
 
 
-@pytest.mark.parametrize("name", ["small", "rounded"])
+def test_entries_may_need_more_than_the_window(build_once: Callable[..., Any]) -> None:
+    """With a window of 3, what an unfinished entry of 8 is made of is gone before the window is."""
+    cache = steps_of("narrow-window", build_once).cache()
+    row = cache.allocate()
+    for end in range(16, 62, 15):
+        cache.advance(row, end)
+    windows, entries = cache.stores[0], cache.stores[8]
+    assert windows.can_resume(31, 61) and not entries.can_resume(31, 61) and entries.can_resume(32, 61)
+    # An entry of 4 needs the 4 tokens before its own as well.
+    assert not cache.can_truncate(row, 35) and cache.can_truncate(row, 36)
+
+
+@pytest.mark.parametrize("name", ["small", "rounded", "narrow-window"])
 def test_random_walk(name: str, build_once: Callable[..., Any]) -> None:
     """Spans and rollbacks of any length in any order: wherever the cache agrees to go back, it goes on rightly."""
     steps = steps_of(name, build_once)
