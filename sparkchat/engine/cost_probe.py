@@ -57,7 +57,7 @@ def measured_cost(spec: LoadSpec, pair: LoadedPair, progress: Progress) -> CostL
     progress(
         {"event": "loading", "stage": "cost_table", "message": "measuring step costs", "done": None, "total": None}
     )
-    lookup = CostLookup(measure(pair, spec.concurrency))
+    lookup = CostLookup(measure(pair, spec.concurrency, spec.block_size or pair.block_size))
     folder = _folder(spec)
     if folder is not None:
         try:
@@ -76,7 +76,7 @@ def _key(spec: LoadSpec, pair: LoadedPair) -> str:
     return measurement_key(
         model=_identity(spec.model_path),
         drafter=None if spec.drafter_path is None else _identity(spec.drafter_path),
-        device=f"{device_name(pair.device)} {threads}batch {spec.concurrency} {pair.target.config.dtype_name}",
+        device=f"{device_name(pair.device)} {threads}batch {spec.concurrency} block {spec.block_size or pair.block_size} {pair.target.config.dtype_name}",
         versions={"sparkchat": __version__, "torch": torch.__version__},
     )
 
@@ -89,19 +89,19 @@ def _identity(path: str) -> str:
 
 
 @torch.inference_mode()
-def measure(pair: LoadedPair, concurrency: int) -> CostTable:
+def measure(pair: LoadedPair, concurrency: int, block: int) -> CostTable:
     """Time whole steps, drafting included, at every verify length, in caches of their own.
 
-    rows are summed over the batch: 1 .. block + 1 for one request, then multiples for ``concurrency`` requests.
+    ``block`` tokens are drafted every time. rows are summed over the batch: 1 .. block + 1 for one request, then multiples for ``concurrency`` requests.
     Raises DamagedFile when the pair yields no numbers.
     """
     counts = sorted({1, concurrency})
-    lengths = _outside_in(pair.block_size)
-    alone = _time_lengths(pair, 1, [None, *lengths], BUDGET_SECONDS / len(counts))
+    lengths = _outside_in(block)
+    alone = _time_lengths(pair, 1, block, [None, *lengths], BUDGET_SECONDS / len(counts))
     plain_ms = alone.pop(None)
     costs = {length + 1: ms for length, ms in _filled(alone).items()}
     if concurrency > 1:
-        together = _time_lengths(pair, concurrency, lengths, BUDGET_SECONDS / len(counts))
+        together = _time_lengths(pair, concurrency, block, lengths, BUDGET_SECONDS / len(counts))
         for length, ms in _filled(together).items():
             costs.setdefault(concurrency * (length + 1), ms)
     rows = sorted(costs)
@@ -130,19 +130,21 @@ def _filled(times: Mapping[Length, float]) -> dict[int, float]:
     return filled
 
 
-def _time_lengths(pair: LoadedPair, count: int, lengths: Sequence[Length], seconds: float) -> dict[Length, float]:
+def _time_lengths(
+    pair: LoadedPair, count: int, block: int, lengths: Sequence[Length], seconds: float
+) -> dict[Length, float]:
     """Median milliseconds of a step of ``count`` requests by verify length.
 
     All lengths take turns, so that a machine that is busy for a moment does not bend the table. The first turn warms
     up and counts only where the budget allows no second.
     """
     deadline = time.monotonic() + seconds
-    probe, states = _probe(pair, count)
+    probe, states = _probe(pair, count, block)
     times: dict[Length, list[float]] = {}
     for turn in range(REPEATS + 1):
         began = time.monotonic()
         for length in lengths:
-            is_bound = length in (None, 0, pair.block_size)
+            is_bound = length in (None, 0, block)
             if turn == 0 and not is_bound and time.monotonic() > deadline:
                 break
             times.setdefault(length, []).append(_time_step(probe, states, length))
@@ -151,7 +153,7 @@ def _time_lengths(pair: LoadedPair, count: int, lengths: Sequence[Length], secon
     return {length: statistics.median(found[1:] or found) for length, found in times.items()}
 
 
-def _probe(pair: LoadedPair, count: int) -> tuple[LoadedPair, list[RequestState]]:
+def _probe(pair: LoadedPair, count: int, block: int) -> tuple[LoadedPair, list[RequestState]]:
     """The pair with small caches of its own, and ``count`` requests behind their prompts.
 
     The engine's caches may be full of running requests and idle sessions.
@@ -169,7 +171,7 @@ def _probe(pair: LoadedPair, count: int) -> tuple[LoadedPair, list[RequestState]
         RequestState(
             request=GenerateRequest(id=f"probe-{number}", prompt_ids=prompt, sampling=PROBE_SAMPLING),
             prompt_ids=prompt,
-            block_size=pair.block_size,
+            block_size=block,
             context=pair.context,
             seed=number,
             output=SilentOutput(),
