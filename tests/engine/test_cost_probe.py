@@ -207,7 +207,7 @@ def test_fewer_temperatures_than_the_block_do_not_stop_the_probe(
 ) -> None:
     monkeypatch.setattr(cost_probe, "BUDGET_SECONDS", 0.0)
     engine, _ = without_table(tiny_pair, mode="compact", block_size=3, temperatures=(1.0, 1.1, 1.2))
-    assert engine.info["cost_table"]["rows"][-1] == BLOCK + 1
+    assert engine.info["cost_table"]["rows"][-1] == 3 + 1
     wider = to_request({"prompt_ids": [301], "mode": "compact", "block_size": 4}, 0)
     (refused,) = engine.submit(wider)
     assert "temperatures" in refused["result"]["error"]
