@@ -1,0 +1,143 @@
+"""DeepSeek V4 with the drafters in its checkpoints: no mode, block length, batch or history changes a greedy token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cases.harness import MODES, Runner, random_prompts
+from fixtures.deepseek_v4 import write_tiny_v4
+from fixtures.deepseek_v4_mix import DRAFTER_KINDS, write_v4_mix, write_v4_mix_mtp
+from fixtures.mix import mix_table
+from sparkchat.errors import UsageError
+
+OpenRunner = Callable[..., Runner]
+WIDEST = 8
+"""Wider than the published block of 5: more rows in a pass than the tokens of a small compressed entry."""
+COMBINATIONS = [(mode, block) for block in range(1, WIDEST + 1) for mode in MODES]
+
+
+@pytest.fixture(scope="module")
+def folder_of(build_once: Callable[..., Any]) -> Callable[[str], Path]:
+    def get(kind: str) -> Path:
+        if kind == "tiny":
+            return build_once("v4-tiny", write_tiny_v4)
+        if kind == "mtp":
+            return build_once("v4-mtp", write_v4_mix_mtp)
+        return build_once(f"v4-{kind}", lambda folder: write_v4_mix(folder, kind, dspark_block_size=WIDEST))
+
+    return get
+
+
+def lines(prompts: list[list[int]], **options: Any) -> list[dict[str, Any]]:
+    return [{"prompt_ids": prompt, "ignore_eos": True, **options} for prompt in prompts]
+
+
+def assert_equal(runner: Runner, combinations: list[tuple[str, int]], prompts: list[list[int]], tokens: int) -> None:
+    """Deal the combinations out to the prompts and compare each with plain decoding of its prompt."""
+    plain = runner.ids(lines(prompts, mode="off", max_tokens=tokens))
+    assert all(len(set(ids)) > 10 for ids in plain)
+    dealt = [(n % len(prompts), mode, block) for n, (mode, block) in enumerate(combinations)]
+    asked = [lines([prompts[i]], mode=m, block_size=b, max_tokens=tokens)[0] for i, m, b in dealt]
+    for (i, mode, block), ids in zip(dealt, runner.ids(asked), strict=True):
+        at = next((n for n, (a, b) in enumerate(zip(ids, plain[i], strict=True)) if a != b), None)
+        assert at is None, f"{mode}, block {block}, prompt of {len(prompts[i])}: token {at} differs"
+
+
+WIDTHS = {"oracle": (1, 2, 3, 4, 5, 6, 7, 8), "half": (3, 5, 6, 8), "anti": (2, 5, 7, 8)}
+
+
+@pytest.mark.parametrize("kind", DRAFTER_KINDS)
+def test_every_width_equals_plain_decoding_over_several_windows(
+    kind: str, folder_of: Callable[[str], Path], runner: OpenRunner
+) -> None:
+    folder = folder_of(kind)
+    chosen = [(MODES[(n + len(kind)) % 3], width) for n, width in enumerate(WIDTHS[kind])]
+    assert_equal(runner(folder, folder), chosen, random_prompts(2, 61), 300)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [*DRAFTER_KINDS, "tiny"])
+def test_every_width_and_mode_equals_plain_decoding_at_length(
+    kind: str, folder_of: Callable[[str], Path], runner: OpenRunner
+) -> None:
+    folder = folder_of(kind)
+    widest = 5 if kind == "tiny" else WIDEST
+    chosen = [(mode, block) for mode, block in COMBINATIONS if block <= widest]
+    wide = runner(folder, folder, concurrency=24, context=2400)
+    assert_equal(wide, chosen, random_prompts(6, 250), 2000)
+
+
+def test_random_weights_equal_plain_decoding_where_nearly_all_is_rejected(
+    folder_of: Callable[[str], Path], runner: OpenRunner
+) -> None:
+    folder = folder_of("tiny")
+    prompts = random_prompts(3, 70, low=2, high=510)
+    assert_equal(
+        runner(folder, folder), [("static", 5), ("compact", 5), ("static", 4), ("cap-accept", 3)], prompts, 120
+    )
+
+
+def test_the_previews_block_equals_plain_decoding_and_is_accepted(
+    folder_of: Callable[[str], Path], runner: OpenRunner
+) -> None:
+    folder = folder_of("mtp")
+    opened = runner(folder, folder)
+    prompts = random_prompts(2, 90)
+    assert_equal(opened, [("static", 1), ("static", 2), ("static", 3)], prompts, 100)
+    result = opened.run(lines(prompts[:1], mode="static", block_size=2, max_tokens=100))[0]
+    assert 2.4 < result["speculation"]["mean_acceptance_length"] <= 3.0
+
+
+def test_acceptance_is_what_the_drafter_was_made_for(folder_of: Callable[[str], Path], runner: OpenRunner) -> None:
+    rates, followed, table = {}, [], mix_table().full().argmax(-1)
+    for kind in DRAFTER_KINDS:
+        folder = folder_of(kind)
+        requests = lines(random_prompts(4, 40), mode="static", block_size=5, max_tokens=80)
+        results = runner(folder, folder).run(requests)
+        stats = [result["speculation"] for result in results]
+        verified, accepted = (sum(s[f"num_{k}_draft_tokens"] for s in stats) for k in ("verified", "accepted"))
+        rates[kind] = accepted / verified
+        for request, result in zip(requests, results, strict=True):
+            text = [request["prompt_ids"][-1], *result["token_ids"]]
+            followed += [int(table[a]) == b for a, b in pairwise(text)]
+    assert rates["anti"] == 0.0
+    assert 0.05 < rates["half"] < 0.6 < rates["oracle"]
+    # Else nothing would depend on what is cached.
+    assert 0.80 < sum(followed) / len(followed) < 0.97
+
+
+def test_a_conversation_that_goes_on_or_changes_is_what_a_fresh_one_would_be(
+    folder_of: Callable[[str], Path], runner: OpenRunner
+) -> None:
+    folder = folder_of("half")
+    opened = runner(folder, folder)
+    first = random_prompts(1, 1)[0] + random_prompts(2, 150)[1]
+    answer = opened.ids([{**lines([first], mode="static", max_tokens=30)[0], "session": "s"}])[0]
+    longer = [*first, *answer, 301, 302, 303]
+    edited = [*longer[:-20], *range(310, 350)]
+    elsewhere = [*first[:60], *range(310, 350)]
+    for prompt in (longer, edited, elsewhere):
+        line = lines([prompt], mode="static", max_tokens=40)[0]
+        assert opened.ids([{**line, "session": "s"}]) == opened.ids([{**line, "mode": "off"}])
+
+
+def test_mode_compact_without_confidence_verifies_whole_blocks_and_says_so(
+    folder_of: Callable[[str], Path], runner: OpenRunner
+) -> None:
+    folder = folder_of("mtp")
+    outcome = runner(folder, folder).watch(lines(random_prompts(1, 9), mode="compact", max_tokens=20))[0]
+    assert {step["mode"] for step in outcome.steps} == {"static"}
+    assert all("confidence head" in step["fallback"] for step in outcome.steps)
+
+
+def test_a_block_longer_than_trained_is_refused(folder_of: Callable[[str], Path], runner: OpenRunner) -> None:
+    folder = folder_of("tiny")
+    result = runner(folder, folder).run(lines([[5]], mode="static", block_size=6))[0]
+    assert "trained with 5" in result["error"]
+    with pytest.raises(UsageError, match="trained with 5"):
+        runner(folder, folder, block_size=9)
