@@ -2,16 +2,20 @@
 
     python benchmarks/ui_cost.py pace    # processor time of the screen at a fixed number of tokens a second
     python benchmarks/ui_cost.py load    # steps that a processor-bound engine loses to the screen
+    python benchmarks/ui_cost.py growth  # processor time of an update as an answer grows
 
 ``pace``: a scripted engine in its own process plays an answer at a steady rate; the figure is the processor time of the
 screen's process between the question and the end of the answer, over the time that passed.
 ``load``: the engine's process computes on every core in each step, as a model on the processor does; the figure is its
 steps a second with the screen, over those with a reader that throws the events away.
+``growth``: 400 updates of one long answer in a headless screen of 120x40, drawn one by one; the figures are medians of
+the first and of the last tenth.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import fcntl
 import hashlib
 import json
@@ -22,6 +26,7 @@ import statistics
 import struct
 import subprocess
 import sys
+import tempfile
 import termios
 import threading
 import time
@@ -120,6 +125,12 @@ def run_program(kind: str, options: dict[str, Any], max_tokens: int) -> int:
 # The driver
 
 
+def processor_seconds(pid: int) -> float:
+    """Processor time that a process has used in all its threads."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / HERTZ
+
+
 class Terminal:
     """A program in a pseudo-terminal whose output is read and thrown away, as fast as it comes."""
 
@@ -152,8 +163,14 @@ class Terminal:
         os.write(self._fd, text.encode())
 
     def processor_seconds(self) -> float:
-        fields = Path(f"/proc/{self.pid}/stat").read_text().rsplit(")", 1)[1].split()
-        return (int(fields[11]) + int(fields[12])) / HERTZ
+        return processor_seconds(self.pid)
+
+    def engine_pid(self) -> int:
+        """The one process that the program has started."""
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            if int(stat.read_text().rsplit(")", 1)[1].split()[1]) == self.pid:
+                return int(stat.parent.name)
+        raise SystemExit("the engine's process is gone")
 
     def close(self) -> None:
         self.send("\x11")
@@ -210,19 +227,85 @@ def headless_steps(script: str, num_tokens: int) -> float:
     return (len(times) - 1) * 1e9 / (times[-1] - times[0])
 
 
-def screen_steps(script: str, num_tokens: int, trace: Path) -> float:
-    """Steps a second of the busy engine with the screen, from the times that the engine itself wrote down."""
+def screen_steps(script: str, num_tokens: int, trace: Path) -> tuple[float, float]:
+    """(steps a second of the busy engine with the screen, screen's part of the processor time that both used).
+
+    The steps are timed by the engine itself. The part does not depend on what else the machine is doing.
+    """
     terminal = open_chat("busy", {"mode": "compact"}, num_tokens, (120, 40))
+    engine = terminal.engine_pid()
     terminal.send(f"/trace {trace}\r")
     terminal.drain(0.5)
+    before = terminal.processor_seconds(), processor_seconds(engine)
     terminal.send(f"{script}\r")
     if not terminal.read_until(b"cut at the token", 300):
         raise SystemExit("the answer did not end")
+    screen_used, engine_used = terminal.processor_seconds() - before[0], processor_seconds(engine) - before[1]
     terminal.close()
-    steps = [json.loads(line) for line in trace.read_text().splitlines()]
-    times = [line["t_ns"] for line in steps if line["type"] == "step"]
+    lines = [json.loads(line) for line in trace.read_text().splitlines()]
+    times = [line["t_ns"] for line in lines if line["type"] == "step"]
     trace.unlink()
-    return (len(times) - 1) * 1e9 / (times[-1] - times[0])
+    rate = (len(times) - 1) * 1e9 / (times[-1] - times[0])
+    return rate, screen_used / (screen_used + engine_used)
+
+
+def measure_load(script: str, num_tokens: int, repeat: int, trace: Path) -> dict[str, Any]:
+    alone, shown, parts = [], [], []
+    for _ in range(repeat):
+        alone.append(headless_steps(script, num_tokens))
+        rate, part = screen_steps(script, num_tokens, trace)
+        shown.append(rate)
+        parts.append(part)
+    return {
+        "script": script,
+        "steps_per_second_headless": [round(rate, 1) for rate in alone],
+        "steps_per_second_with_screen": [round(rate, 1) for rate in shown],
+        "kept": round(statistics.median(shown) / statistics.median(alone), 3),
+        "screen_part_of_processor_time": [round(part, 3) for part in parts],
+    }
+
+
+GROWTH = {
+    "prose": "Some words **of** prose, and a few more.\n- list item\n" * 8000,
+    "fence of 5000 lines": "```python\n" + "    x = call(argument, 'other')  # note\n" * 5000,
+    "table 60 x 300": "|" + " h |" * 60 + "\n|" + "---|" * 60 + "\n" + ("|" + " cell |" * 60 + "\n") * 300,
+    "one line of 100000": "x" * 100_000,
+    "quotes and marks": (">" * 200 + " deep *a **b `c ") * 400,
+}
+
+
+async def measure_growth(name: str, text: str) -> dict[str, Any]:
+    from sparkchat.ui.app import SparkApp
+    from sparkchat.ui.bridge import Batch, TextUpdate
+    from sparkchat.ui.token_text import TextRun
+    from sparkchat.ui.trace_sink import TraceSink
+
+    config = RunConfig(spec=LoadSpec("scripted", "/nowhere"))
+    app = SparkApp(config, lambda: ScriptedEngine(ScriptedOptions(prompt_seconds=1e6)), TraceSink())
+    size, times = max(len(text) // 400, 1), []
+    async with app.run_test(size=(120, 40)) as pilot:
+        while app.chat.state != "ready":
+            await pilot.pause(0.05)
+        app.chat.send("x")
+        assert app.chat.active is not None
+        request_id = app.chat.active.turn.request_id
+        for at in range(0, len(text), size):
+            update = TextUpdate(request_id, "answer", (TextRun(text[at : at + size], "draft"),))
+            before = time.process_time()
+            app.chat.receive([Batch([update])])
+            await asyncio.sleep(0.025)
+            times.append(1000 * (time.process_time() - before))
+        num_rows = len(app.transcript.rows)
+    app.bridge.close()
+    tenth = len(times) // 10
+    first, last = statistics.median(times[:tenth]), statistics.median(times[-tenth:])
+    return {
+        "text": name,
+        "characters": len(text),
+        "rows": num_rows,
+        "first_ms": round(first, 1),
+        "last_ms": round(last, 1),
+    }
 
 
 def main() -> None:
@@ -231,7 +314,7 @@ def main() -> None:
     if sys.argv[1:2] == ["program"]:
         return sys.exit(run_program(sys.argv[2], json.loads(sys.argv[3]), int(sys.argv[4])))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("pace", "load"))
+    parser.add_argument("what", choices=("pace", "load", "growth"))
     parser.add_argument("--tokens", type=int, default=3000)
     parser.add_argument("--repeat", type=int, default=3)
     arguments = parser.parse_args()
@@ -242,26 +325,13 @@ def main() -> None:
                 for size in ((120, 40), (80, 24)):
                     print(json.dumps(measure_pace(script, rate, arguments.tokens, size)), flush=True)
         return
-    trace = Path(f"/tmp/ui-cost-{os.getpid()}.spark.jsonl")
+    if arguments.what == "growth":
+        for name, text in GROWTH.items():
+            print(json.dumps(asyncio.run(measure_growth(name, text))), flush=True)
+        return
+    trace = Path(tempfile.mkdtemp()) / "cost.spark.jsonl"
     for script in ("prose", "code"):
-        pairs = [
-            (headless_steps(script, arguments.tokens), screen_steps(script, arguments.tokens, trace))
-            for _ in range(arguments.repeat)
-        ]
-        alone, shown = (statistics.median(side) for side in zip(*pairs, strict=True))
-        ratios = [round(with_screen / without, 3) for without, with_screen in pairs]
-        print(
-            json.dumps(
-                {
-                    "script": script,
-                    "steps_per_second_headless": round(alone, 1),
-                    "steps_per_second_with_screen": round(shown, 1),
-                    "ratios": ratios,
-                    "kept": round(statistics.median(ratios), 3),
-                }
-            ),
-            flush=True,
-        )
+        print(json.dumps(measure_load(script, arguments.tokens, arguments.repeat, trace)), flush=True)
 
 
 if __name__ == "__main__":
