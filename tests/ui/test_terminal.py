@@ -184,7 +184,7 @@ def test_keys_are_quick_while_an_answer_streams() -> None:
             program.until(lambda shown=shown, letter=letter: program.rows[-2].count(letter) > shown, 3)
             waits.append(time.monotonic() - before)
             program.read(0.03)
-        assert statistics.median(waits) < 0.1 and statistics.quantiles(waits, n=20)[-1] < 0.5, waits
+        assert statistics.median(waits) < 0.25 and statistics.quantiles(waits, n=20)[-1] < 1.5, waits
 
 
 def test_small_ascii_colourless_terminal() -> None:
