@@ -76,7 +76,7 @@ class DenseModel:
         self.stack = DecoderStack(source, shape, prefix, device, dtype)
         self._head_weight = self._take_head(source, table, config)
         self.head = _make_head(self._head_weight, device, dtype)
-        self.kv_dtype = torch.float32 if device.type == "cpu" else (dtype or torch.bfloat16)
+        self.kv_dtype = dtype or torch.bfloat16
         kernel = self.stack.layers[0].qkv.kernel
         self.config = replace(
             config, dtype_name=_dtype_name(self.stack.layers), linear_kernel=kernel, kv_dtype=self.kv_dtype

@@ -61,7 +61,7 @@ class SwiGLU:
 
     def __call__(self, x: Tensor, is_long: bool) -> Tensor:
         gate, up = self._gate_up(x, is_long).chunk(2, dim=-1)
-        return self._down(F.silu(gate.float()).mul_(up).to(self._down.dtype), is_long)
+        return self._down(F.silu(gate).mul_(up), is_long)
 
 
 class DecoderLayer:

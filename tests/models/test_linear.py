@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparkchat.models.linear import Int4Linear, PackedLinear, make_linear
+from sparkchat.models.linear import Int4Linear, Int8Linear, PackedLinear, make_linear
 from sparkchat.models.quant import GroupedWeight, dense, stack_rows, take_columns, take_rows
 
 CPU = torch.device("cpu")
@@ -53,16 +53,24 @@ def test_shapes_the_kernel_does_not_take_are_unpacked() -> None:
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
-@pytest.mark.parametrize("kind", ["int4", "bfloat16", "float32"])
+@pytest.mark.parametrize("kind", ["int4", "int8", "bfloat16", "float32"])
 def test_rows_do_not_depend_on_their_number(kind: str) -> None:
     dtype = None if kind == "int4" else getattr(torch, kind)
     linear = make_linear(random_codes(192, 160), None, device=CPU, dtype=dtype)
-    assert isinstance(linear, Int4Linear if dtype is None else PackedLinear)
+    assert isinstance(linear, {"int4": Int4Linear, "int8": Int8Linear}.get(kind, PackedLinear))
     x = torch.randn(20, 160, generator=torch.Generator().manual_seed(1)).to(linear.dtype)
     whole = linear(x)
     for count in (1, 2, 3, 4, 5, 7, 8, 11, 16):
         assert torch.equal(linear(x[:count]), whole[:count])
         assert torch.equal(linear(x[-count:]), whole[-count:])
+
+
+def test_int8_error_is_small() -> None:
+    weight, bias = torch.randn(48, 96, generator=torch.Generator().manual_seed(2)), torch.randn(48)
+    x = torch.randn(3, 96, generator=torch.Generator().manual_seed(1))
+    exact = x @ weight.T + bias
+    linear = make_linear(weight, bias, device=CPU, dtype=torch.int8)
+    assert relative_error(linear(x.bfloat16()), exact) < 0.02
 
 
 def test_codes_survive_reordering() -> None:

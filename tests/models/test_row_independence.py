@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from models.pairs import SIZES, Pair, assert_close, make_pair, random_ids, run
+from models.test_linear import random_codes
+from sparkchat.models.refined_head import RefinedHead
 
 WIDE = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
 KINDS: dict[str, dict[str, Any]] = {
@@ -88,3 +90,22 @@ def test_long_spans_do_not_change_short_ones(tmp_path: Path) -> None:
     assert_same(beside[50:], alone)
     assert taps is not None and taps.shape == (52, SIZES["hidden_size"])
     assert cache.length(rows[0]) == 10 and cache.length(rows[1]) == 50
+
+
+def test_refined_head_gives_each_row_its_own_bits() -> None:
+    head = RefinedHead(random_codes(192, 64))
+    hidden = torch.randn(9, 64, generator=torch.Generator().manual_seed(4))
+    whole = head(hidden)
+    for count in (1, 2, 5):
+        assert_same(head(hidden[:count]), whole[:count])
+
+
+def test_refined_head_is_exact_where_it_counts() -> None:
+    weight = random_codes(4096, 64)
+    hidden = 20 * torch.randn(9, 64, generator=torch.Generator().manual_seed(4))
+    exact = hidden @ weight.dense().T
+    logits = RefinedHead(weight)(hidden)
+    near = exact >= exact.amax(-1, keepdim=True) - 4
+    assert near.sum() > 20
+    assert_close(logits[near], exact[near], 1e-5)
+    assert torch.equal(logits.argmax(-1), exact.argmax(-1))

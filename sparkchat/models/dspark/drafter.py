@@ -39,11 +39,12 @@ class Drafter:
         confidence: ConfidenceHead | None,
         draft_to_target: Tensor | None,
         device: torch.device,
+        kv_dtype: torch.dtype,
     ) -> None:
         self.config, self.draft_to_target = config, draft_to_target
         self._backbone, self._base_head, self._head, self._confidence = backbone, base_head, head, confidence
         self._device = device
-        self._kv_dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+        self._kv_dtype = kv_dtype
 
     @classmethod
     def load(cls, path: Path, target: DenseModel, *, device: torch.device, dtype: torch.dtype | None) -> Drafter:
@@ -71,7 +72,7 @@ class Drafter:
         base_head = _load_base_head(source, config, target, mapping, device, linear_dtype)
         source.finish(["t2d"])
         on_device = None if mapping is None else mapping.to(device)
-        return cls(config, backbone, base_head, head, confidence, on_device, device)
+        return cls(config, backbone, base_head, head, confidence, on_device, device, dtype)
 
     @property
     def has_confidence(self) -> bool:
