@@ -71,4 +71,10 @@ def run_line(arguments: list[str], typed: Sequence[str], *, debug: bool) -> int:
 def _usage_message(error: Any) -> str:
     context = getattr(error, "ctx", None)
     command = context.command_path if context is not None else "sparkchat"
-    return f"{printable(error.format_message()).rstrip('.')}; see `{command} --help`"
+    return f"{printable(error.format_message()).rstrip('.')}{_value_given(error)}; see `{command} --help`"
+
+
+def _value_given(error: Any) -> str:
+    """The value that did not parse, which typer keeps in the cause and leaves out of the message."""
+    problems = getattr(error.__cause__, "errors", None)
+    return f"; given was {printable(repr(problems()[0]['input']))}" if callable(problems) else ""
