@@ -26,7 +26,6 @@ def lines_of(trace: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("mode", "args"),
     [
-        ("off", ("--max-tokens", "9")),
         ("static", ("--max-tokens", "1")),
         ("static", ("--max-tokens", "30", "--temperature", "1", "--top-k", "1", "--top-p", "0.1", "--seed", "4")),
         ("compact", ("--max-tokens", "30", "--temperature", "0.8", "--seed", "4")),
@@ -66,16 +65,25 @@ def test_confidence_that_overflows_leaves_a_valid_trace(tmp_path: Path, mix_fold
     assert sparkchat("trace", "verify", trace).code == 0
 
 
-def test_trace_is_not_overwritten_and_tampering_is_found(tmp_path: Path, mix_folders: dict[str, Path]) -> None:
-    trace = tmp_path / "s.spark.jsonl"
-    folders = (mix_folders["target"], mix_folders["oracle"])
-    assert run_traced(trace, *folders, "--mode", "static", "--max-tokens", "30").code == 0
-    before = trace.read_bytes()
-    again = run_traced(trace, *folders, "--mode", "static", "--max-tokens", "5")
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory, mix_folders: dict[str, Path]) -> Path:
+    """A trace of 30 tokens; tests that change it work on copies."""
+    trace = tmp_path_factory.mktemp("trace") / "s.spark.jsonl"
+    done = run_traced(trace, mix_folders["target"], mix_folders["oracle"], "--mode", "static", "--max-tokens", "30")
+    assert done.code == 0, done.err
+    return trace
+
+
+def test_trace_is_not_overwritten(recorded: Path, mix_folders: dict[str, Path]) -> None:
+    before = recorded.read_bytes()
+    again = run_traced(recorded, mix_folders["target"], mix_folders["oracle"], "--mode", "static", "--max-tokens", "5")
     assert again.code != 0
-    assert str(trace) in again.err
-    assert trace.read_bytes() == before
-    lines = lines_of(trace)
+    assert str(recorded) in again.err
+    assert recorded.read_bytes() == before
+
+
+def test_tampering_is_found(recorded: Path, tmp_path: Path) -> None:
+    trace, lines = tmp_path / "t.spark.jsonl", lines_of(recorded)
     step = next(line for line in lines if line["type"] == "step" and len(line["committed_ids"]) > 2)
     step["committed_ids"].pop()
     trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -84,10 +92,9 @@ def test_trace_is_not_overwritten_and_tampering_is_found(tmp_path: Path, mix_fol
     assert "Traceback" not in found.err
 
 
-def test_half_a_last_line_is_read_as_far_as_it_goes(tmp_path: Path, mix_folders: dict[str, Path]) -> None:
-    trace = tmp_path / "s.spark.jsonl"
-    run_traced(trace, mix_folders["target"], mix_folders["oracle"], "--mode", "static", "--max-tokens", "20")
-    trace.write_bytes(trace.read_bytes()[:-40])
+def test_half_a_last_line_is_read_as_far_as_it_goes(recorded: Path, tmp_path: Path) -> None:
+    trace = tmp_path / "t.spark.jsonl"
+    trace.write_bytes(recorded.read_bytes()[:-40])
     summary = sparkchat("trace", "summary", trace)
     assert summary.code == 0, summary.err
     assert "Traceback" not in summary.err
