@@ -18,6 +18,13 @@ KINDS: dict[str, dict[str, Any]] = {
     "small": SMALL,
     "rounded": {**SMALL, "has_roundings": True},
     "narrow-window": {**SMALL, "sliding_window": 3},
+    "few-wide-heads": {
+        **SMALL,
+        "num_attention_heads": 2,
+        "head_dim": 256,
+        "index_n_heads": 3,
+        "index_head_dim": 128,
+    },
     "published-ratios": {
         "compress_ratios": [4, 128],
         "num_hidden_layers": 2,
@@ -212,8 +219,10 @@ def test_random_walk(name: str, build_once: Callable[..., Any]) -> None:
     assert max(depths) > steps.span
 
 
-def test_rounded_spans_equal_rounded_steps(build_once: Callable[..., Any]) -> None:
-    steps = steps_of("rounded", build_once)
+@pytest.mark.parametrize("name", ["rounded", "few-wide-heads"])
+def test_spans_of_other_models(name: str, build_once: Callable[..., Any]) -> None:
+    """Roundings, which magnify a last bit; sizes whose products take other paths for few rows."""
+    steps = steps_of(name, build_once)
     ids = random_ids(42)
     cache = steps.cache()
     row = cache.allocate()

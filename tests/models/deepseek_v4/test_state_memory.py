@@ -91,7 +91,8 @@ def test_nan_of_one_request_stays_with_it() -> None:
     wanted = fill(alone, alone.allocate(), good)
     assert torch.equal(together[30:], wanted)
     cache.free(rows[0])
-    assert torch.equal(run(model, cache, [(cache.allocate(), good)]), wanted)
+    # Shorter than what was there, so that some of it would be left.
+    assert torch.equal(run(model, cache, [(cache.allocate(), good[:10])]), wanted[:10])
 
 
 def test_rows_run_out() -> None:
