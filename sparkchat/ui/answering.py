@@ -129,6 +129,8 @@ class Answerer:
                     raise EngineCrash(event.get("message") or "the engine process ended")
                 if kind == "error":
                     raise error_from_name(event.get("error", ""), event.get("message", ""))
+                if kind == "info":
+                    self.info = event["info"]
                 if kind == "notice":
                     self._notice(event.get("message", ""))
                 yield event

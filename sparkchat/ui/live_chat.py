@@ -331,6 +331,7 @@ class LiveChat:
         handler = {
             "loading": self._on_loading,
             "ready": self._on_ready,
+            "info": self._on_info,
             "error": self._on_error,
             "crashed": self._on_crashed,
             "start": self._on_start,
@@ -347,6 +348,12 @@ class LiveChat:
 
     def _on_loading(self, event: Event) -> None:
         self._loading = loading_text(event)
+        if self.state == "ready":
+            # Something is measured in mid-session, such as the step costs when a mode first needs them.
+            self.flash(self._loading)
+
+    def _on_info(self, event: Event) -> None:
+        self.info = event["info"]
 
     def _on_ready(self, event: Event) -> None:
         self.info = event["info"]

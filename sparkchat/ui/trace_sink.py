@@ -41,8 +41,8 @@ class TraceSink:
     def event(self, event: Event) -> str | None:
         """Record one event; returns a sentence for the user when the trace had to be given up."""
         with self._lock:
-            if event.get("event") == "ready":
-                self._ready = event
+            if event.get("event") in ("ready", "info"):
+                self._ready = {**event, "event": "ready"}
             return self._writer.event(event) if self._writer is not None else None
 
     def close(self) -> Path | None:

@@ -11,6 +11,7 @@ import pytest
 from textual.color import Color
 from textual.events import Paste
 
+from sparkchat.ui.bridge import Batch
 from sparkchat.ui.safe_text import text_width
 from sparkchat.ui.scripted import HOSTILE, SCRIPTS, ScriptedOptions
 from ui.chat import make_config, rows_of
@@ -525,3 +526,12 @@ async def test_odd_sizes_do_no_harm(chat: Open, size: tuple[int, int]) -> None:
         await c.pilot.press("f2", "f3", "f4", "escape", "f1", "escape", "ctrl+t", "pageup")
         await c.pilot.pause(0.05)
         assert all(text_width(row) == size[0] for row in rows_of(c.app))
+
+
+async def test_a_cost_table_measured_later_takes_the_warning_away(chat: Open) -> None:
+    async with chat(config=make_config("compact"), options=ScriptedOptions(has_cost_table=False, mode="compact")) as c:
+        await c.ready()
+        await c.until(lambda: "no cost table" in c.screen)
+        info = {**c.app.chat.info, "cost_table": {"id": "x", "rows": [1], "step_ms": [2.0]}}
+        c.app.chat.receive([Batch([{"event": "info", "info": info}])])
+        await c.until(lambda: "no cost table" not in c.screen)
