@@ -8,10 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from textual.color import Color
-from textual.events import Paste
 
-from sparkchat.ui.bridge import Batch
 from sparkchat.ui.safe_text import text_width
 from sparkchat.ui.scripted import HOSTILE, SCRIPTS, ScriptedOptions
 from ui.chat import make_config, rows_of
@@ -118,18 +115,6 @@ async def test_ctrl_c_while_loading_takes_the_waiting_message_back(chat: Open) -
         assert c.app.chat.active is None and "stopped" in c.screen
 
 
-async def test_ctrl_d_leaves_only_when_nothing_is_written(chat: Open) -> None:
-    async with chat() as c:
-        await c.ready()
-        c.app.prompt.set_value("ab")
-        c.app.prompt.move_cursor((0, 0))
-        await c.pilot.press("ctrl+d")
-        assert c.app.prompt.value == "b" and c.app.is_running
-        await c.pilot.press("delete", "ctrl+d")
-        await c.pilot.pause()
-        assert not c.app.is_running
-
-
 @pytest.mark.parametrize("key", ["shift+tab", "f6"])
 async def test_the_mode_changes_during_an_answer(chat: Open, key: str) -> None:
     async with chat(size=(120, 40), options=ScriptedOptions(tokens_per_second=60)) as c:
@@ -234,61 +219,6 @@ async def test_reading_above_is_not_disturbed_and_end_follows_again(chat: Open) 
         assert "more below" not in rows_of(c.app)[0]
 
 
-async def test_enter_sends_and_other_ways_make_new_lines(chat: Open) -> None:
-    async with chat() as c:
-        await c.ready()
-        await c.pilot.press("a", "ctrl+j", "b", "shift+enter", "c", "alt+enter", "d")
-        assert c.app.prompt.value == "a\nb\nc\nd" and not c.engine.requests
-        await c.pilot.press("enter")
-        await c.answered()
-        assert c.engine.requests[0].messages[0]["content"] == "a\nb\nc\nd"
-
-
-async def test_pasting_never_sends_and_keeps_every_character(chat: Open) -> None:
-    text = "first\r\nsecond\x1b[31m\u202etail\x00\x85 👨‍👩‍👧 \U0010ffff\n"
-    async with chat() as c:
-        await c.ready()
-        c.app.prompt.post_message(Paste(text))
-        await c.pilot.pause(0.05)
-        assert not c.engine.requests and c.app.prompt.value == text.replace("\r\n", "\n")
-        assert "␛[31m" in c.screen and "\x1b" not in c.screen
-        await c.pilot.press("enter")
-        await c.answered()
-        assert c.engine.requests[0].messages[0]["content"] == text.replace("\r\n", "\n")
-
-
-async def test_arrows_and_backspace_move_by_what_is_seen(chat: Open) -> None:
-    seen = ["a", "👨‍👩‍👧", "1️⃣", "🇫🇷", "🇩🇪", "👋🏽", "e\u0301\u0302", "ก็", "好"]
-    async with chat() as c:
-        await c.ready()
-        c.app.prompt.set_value("".join(seen))
-        for _ in seen:
-            await c.pilot.press("left")
-        assert c.app.prompt.cursor_location == (0, 0)
-        await c.pilot.press("right", "right")
-        assert c.app.prompt.cursor_location == (0, len("".join(seen[:2])))
-        await c.pilot.press("backspace", "end", "backspace")
-        assert c.app.prompt.value == "".join([seen[0], *seen[2:-1]])
-        assert all(text_width(row) == 80 for row in rows_of(c.app))
-
-
-async def test_history_keeps_the_draft(chat: Open) -> None:
-    async with chat() as c:
-        await c.ready()
-        await c.say("first question")
-        await c.say("second\nquestion")
-        c.app.prompt.set_value("draft")
-        await c.pilot.press("up")
-        assert c.app.prompt.value == "second\nquestion"
-        await c.pilot.press("up", "up")
-        assert c.app.prompt.value == "first question"
-        await c.pilot.press("down", "down", "down")
-        assert c.app.prompt.value == "draft"
-        c.app.prompt.set_value("first")
-        await c.pilot.press("ctrl+r")
-        assert c.app.prompt.value == "first question"
-
-
 async def test_thinking_is_apart_and_folded(chat: Open) -> None:
     async with chat(size=(100, 40)) as c:
         await c.ready()
@@ -330,52 +260,6 @@ async def test_a_load_that_fails_is_said_and_sets_the_exit_code(chat: Open) -> N
         assert c.app.return_code == 4
 
 
-async def test_token_colours_tell_drafts_from_the_rest(chat: Open) -> None:
-    async with chat() as c:
-        await c.ready()
-        await c.say("short")
-        await c.pilot.press("f3")
-        await c.pilot.pause()
-        y = next(y for y, row in enumerate(rows_of(c.app)) if "short answer" in row)
-        strip = c.app.screen._compositor.render_strips()[y]
-        underlined = "".join(segment.text for segment in strip if segment.style and segment.style.underline)
-        plain = "".join(segment.text for segment in strip if segment.style and not segment.style.underline)
-        assert underlined.strip() and plain.strip()
-        await c.pilot.press("f3")
-        await c.pilot.pause()
-        strip = c.app.screen._compositor.render_strips()[y]
-        assert not any(segment.style and segment.style.underline for segment in strip)
-
-
-async def test_selecting_with_the_mouse_copies_the_source(chat: Open) -> None:
-    async with chat(options=ScriptedOptions(text="some **bold** words\nnext \x1b line")) as c:
-        await c.ready()
-        await c.say("x")
-        y = next(y for y, row in enumerate(rows_of(c.app)) if "some bold words" in row)
-        await c.pilot.mouse_down("#transcript", offset=(5, y - 1))
-        await c.pilot.hover("#transcript", offset=(4, y))
-        await c.pilot.mouse_up("#transcript", offset=(4, y))
-        await c.pilot.press("ctrl+c")
-        assert c.app.clipboard == "bold** words\nnext "
-
-
-async def test_copying_sends_the_stored_text_to_the_terminal(chat: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    import base64
-
-    monkeypatch.delenv("TMUX", raising=False)
-    async with chat(options=ScriptedOptions(text="a\x1b[/]\n```\ncode\n```\n")) as c:
-        await c.ready()
-        await c.say("x")
-        written: list[str] = []
-        c.app._driver.write = written.append
-        await c.send("/copy")
-        await c.send("/copy code")
-        await c.pilot.pause()
-        sent = [base64.b64decode(w[7:-1]).decode() for w in written if w.startswith("\x1b]52;c;")]
-        assert sent == ["a\x1b[/]\n```\ncode\n```\n", "code"]
-        assert "OSC 52" in c.status
-
-
 async def test_a_session_is_traced_from_the_start(chat: Open, tmp_path: Path) -> None:
     path = tmp_path / "t.spark.jsonl"
     async with chat(options=SLOW, config=make_config(trace_path=path)) as c:
@@ -388,135 +272,6 @@ async def test_a_session_is_traced_from_the_start(chat: Open, tmp_path: Path) ->
     assert kinds[0] == "header" and "mode_change" in kinds and kinds[-1] == "end"
 
 
-async def test_help_lists_what_is_bound(chat: Open) -> None:
-    async with chat(size=(120, 60)) as c:
-        await c.ready()
-        await c.pilot.press("f1")
-        await c.pilot.pause(0.1)
-        shown = c.screen
-        for word in ("shift+tab, f6", "ctrl+c", "/export", "/quit", "f3"):
-            assert word in shown, word
-        await c.pilot.press("escape")
-        await c.pilot.pause()
-        assert "shift+tab, f6" not in c.screen and c.app.prompt.has_focus
-
-
-async def test_panel_key_and_stats_command(chat: Open) -> None:
-    async with chat(size=(120, 40)) as c:
-        await c.ready()
-        await c.say("prose")
-        assert "verify" in c.screen and "steps:" in c.screen
-        await c.pilot.press("f2")
-        await c.pilot.pause()
-        assert "steps:" not in c.screen
-        await c.say("/stats on")
-        await c.pilot.pause()
-        assert "steps:" in c.screen
-
-
-async def test_export_and_regenerate(chat: Open, tmp_path: Path) -> None:
-    async with chat(size=(120, 40), options=ScriptedOptions(text="raw \x1b[/] text")) as c:
-        await c.ready()
-        await c.say("question")
-        await c.say("/regen")
-        assert len(c.engine.requests) == 2 and len(c.app.chat.conversation.turns) == 1
-        await c.say(f"/export {tmp_path}/chat.md")
-        await c.say(f"/export {tmp_path}/chat.json")
-        assert "raw \x1b[/] text" in (tmp_path / "chat.md").read_text()
-        assert json.loads((tmp_path / "chat.json").read_text())["turns"][0]["text"] == "raw \x1b[/] text"
-        await c.say(f"/export {tmp_path}/chat.md")
-        assert "exists already" in c.said
-
-
-async def test_no_colour_means_no_colour(chat: Open) -> None:
-    async with chat(config=make_config(color="never")) as c:
-        await c.ready()
-        await c.say("code")
-        for strip in c.app.screen._compositor.render_strips():
-            for line_filter in c.app.get_line_filters():
-                strip = strip.apply_filter(line_filter, Color.parse("black"))
-            for segment in strip:
-                if segment.style is not None:
-                    assert segment.style.color is None or segment.style.color.is_default
-                    assert segment.style.bgcolor is None or segment.style.bgcolor.is_default
-
-
-async def test_keys_can_be_given_other_places(chat: Open, own_folders: Path) -> None:
-    folder = own_folders / "config" / "sparkchat"
-    folder.mkdir()
-    (folder / "keymap.toml").write_text('mode.cycle = "f7"\n"panel.togle" = "f8"\n')
-    async with chat(size=(120, 40)) as c:
-        await c.ready()
-        assert "did you mean 'panel.toggle'?" in c.said
-        await c.pilot.press("f6")
-        assert c.app.chat.conversation.mode == "static"
-        await c.pilot.press("f7")
-        assert c.app.chat.conversation.mode == "compact"
-        assert "f7  " in c.app.key_help()
-
-
-async def test_comparing_runs_the_question_under_every_mode_with_one_seed(chat: Open) -> None:
-    async with chat(size=(120, 40), options=ScriptedOptions(tokens_per_second=2000)) as c:
-        await c.ready()
-        await c.say("/compare")
-        assert "ask something first" in c.said
-        await c.say("short")
-        await c.pilot.press("f5")
-        await c.until(lambda: "Fastest here" in c.said)
-        requests = c.engine.requests[1:]
-        assert [request.mode for request in requests] == ["off", "static", "compact", "cap-accept"]
-        assert {request.sampling.seed for request in requests} == {1} and {r.session for r in requests} == {None}
-        assert all(request.messages == c.engine.requests[0].messages for request in requests)
-        for words in ("speed-up", "1.00x", "the reference", "the same"):
-            assert words in c.screen
-        assert len(c.app.chat.conversation.messages) == 2 and c.app.chat.conversation.mode == "static"
-
-
-async def test_a_comparison_can_be_stopped(chat: Open) -> None:
-    async with chat(options=SLOW, config=make_config(max_tokens=30)) as c:
-        await c.ready()
-        await c.say("short")
-        await c.pilot.press("f5")
-        await c.until(lambda: "comparing off" in c.status)
-        await c.pilot.press("escape")
-        assert "comparison stopped" in c.said
-        await c.say("hello")
-        assert c.app.chat.conversation.turns[-1].answer.text
-
-
-async def test_the_inspector_shows_every_step(chat: Open) -> None:
-    async with chat(size=(120, 40)) as c:
-        await c.ready()
-        await c.pilot.press("f4")
-        await c.pilot.pause()
-        assert "no step yet" in c.screen
-        await c.pilot.press("escape")
-        await c.say("prose")
-        await c.pilot.press("f4")
-        await c.pilot.pause()
-        num_steps = c.app.chat._snapshot.num_steps
-        assert f"{num_steps} of {num_steps} steps" in c.screen and "survival" in c.screen
-        await c.pilot.press("home", "right")
-        await c.pilot.pause()
-        assert f"2 of {num_steps} steps" in c.screen
-        await c.pilot.press("f4")
-        await c.pilot.pause()
-        assert c.app.prompt.has_focus
-
-
-async def test_the_palette_holds_commands_and_keys(chat: Open) -> None:
-    async with chat(size=(120, 40)) as c:
-        await c.ready()
-        titles = [command.title for command in c.app.get_system_commands(c.app.screen)]
-        assert "/export" in titles and "stats panel" in titles
-        await c.pilot.press("f10")
-        await c.pilot.pause(0.3)
-        await c.pilot.press(*"/stats")
-        await c.pilot.pause(0.5)
-        await c.pilot.press("enter")
-        await c.until(lambda: "no answer yet" in c.said)
-
-
 @pytest.mark.parametrize("size", [(20, 6), (9, 3), (3, 2), (300, 100)])
 async def test_odd_sizes_do_no_harm(chat: Open, size: tuple[int, int]) -> None:
     async with chat(size=size, config=make_config(max_tokens=60)) as c:
@@ -526,12 +281,3 @@ async def test_odd_sizes_do_no_harm(chat: Open, size: tuple[int, int]) -> None:
         await c.pilot.press("f2", "f3", "f4", "escape", "f1", "escape", "ctrl+t", "pageup")
         await c.pilot.pause(0.05)
         assert all(text_width(row) == size[0] for row in rows_of(c.app))
-
-
-async def test_a_cost_table_measured_later_takes_the_warning_away(chat: Open) -> None:
-    async with chat(config=make_config("compact"), options=ScriptedOptions(has_cost_table=False, mode="compact")) as c:
-        await c.ready()
-        await c.until(lambda: "no cost table" in c.screen)
-        info = {**c.app.chat.info, "cost_table": {"id": "x", "rows": [1], "step_ms": [2.0]}}
-        c.app.chat.receive([Batch([{"event": "info", "info": info}])])
-        await c.until(lambda: "no cost table" not in c.screen)
