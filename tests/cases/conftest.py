@@ -1,4 +1,4 @@
-"""Engines that the case tests share: one for each pair of folders and settings, loaded when first asked for."""
+"""Engines that the tests of one file share: one for each pair of folders and settings, loaded when asked for."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cases.harness import Runner, open_runner
 OpenRunner = Callable[..., Runner]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def runner() -> Iterator[OpenRunner]:
     """Return ``runner(target, drafter, **options)``, cached by its arguments."""
     opened: dict[Any, Runner] = {}

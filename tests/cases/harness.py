@@ -101,7 +101,7 @@ def open_runner(
     drafter: Path | None = None,
     *,
     concurrency: int = 8,
-    context: int = 1024,
+    context: int = 640,
     cost: CostTable | None = None,
     **spec: Any,
 ) -> Runner:
