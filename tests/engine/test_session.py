@@ -67,11 +67,11 @@ def test_modes_may_change_from_turn_to_turn(tiny: Runner) -> None:
 
 def test_a_sliding_window_that_cannot_go_back_starts_anew(mix_folders: dict[str, Path], runner: OpenRunner) -> None:
     opened = runner(mix_folders["window"], mix_folders["half"], context=1024)
-    long = [301 + n % 150 for n in range(420)]
+    long = [301 + n % 150 for n in range(820)]
     line = {**OPTIONS, "prompt_ids": long, "session": "w", "max_tokens": 4}
     opened.run([line])
-    near, far = [*long[:400], 310], [*long[:60], 310]
-    for prompt, at_least in ((near, 400), (far, 0)):
+    near, far = [*long[:800], 310], [*long[:60], 310]
+    for prompt, at_least in ((near, 800), (far, 0)):
         kept, fresh = opened.run([{**line, "prompt_ids": prompt}, {**line, "prompt_ids": prompt, "session": None}])
         assert kept["token_ids"] == fresh["token_ids"]
         assert kept["usage"]["cached_tokens"] == at_least
