@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from sparkchat import strict_json
 from sparkchat.errors import DamagedFile, ModelNotFound, UsageError
 from sparkchat.options import nearest
 from sparkchat.paths import Paths
@@ -41,10 +42,14 @@ class DrafterRef:
     path: Path | None = None
     sources: tuple[Source, ...] = ()
     reason_off: str | None = None
+    is_inner: bool = False
+    """It lies in the model's own checkpoint."""
+    kind: str | None = None
+    """What the profile asks for: dspark or mtp."""
 
     @property
     def is_present(self) -> bool:
-        return self.path is not None or bool(self.sources)
+        return self.path is not None or bool(self.sources) or self.is_inner
 
 
 def profile_files(paths: Paths) -> dict[str, list[tuple[Path, Literal["shipped", "user"]]]]:
@@ -129,15 +134,42 @@ def find_drafter(choice: str | None, model: ModelRef, paths: Paths) -> DrafterRe
         if choice.startswith("hf:"):
             return DrafterRef(sources=(parse_hub_name(choice),))
         return DrafterRef(path=_drafter_folder(Path(choice).expanduser(), choice))
-    if model.profile is None:
-        return DrafterRef(reason_off="no drafter: this model has no profile that names one; give --drafter")
-    return _profile_drafter(model.profile, paths)
+    if model.profile is not None:
+        found = _profile_drafter(model.profile, paths)
+        if found.is_inner and model.path is not None:
+            check_inner_drafter(found, model.path, model.name)
+        return found
+    if model.path is not None and inner_drafter_kind(model.path) is not None:
+        return DrafterRef(is_inner=True)
+    return DrafterRef(reason_off="no drafter: this model has no profile that names one; give --drafter")
+
+
+def inner_drafter_kind(path: Path) -> str | None:
+    """dspark or mtp, where a checkpoint folder carries its own drafter (DeepSeek V4), by its config.json."""
+    try:
+        config = strict_json.loads((path / "config.json").read_bytes())
+    except (OSError, ValueError):
+        return None  # the loader says what is wrong with it
+    if not isinstance(config, dict) or config.get("model_type") != "deepseek_v4":
+        return None
+    if config.get("dspark_block_size") is not None:
+        return "dspark"
+    return "mtp" if config.get("num_nextn_predict_layers") else None
+
+
+def check_inner_drafter(drafter: DrafterRef, path: Path, name: str) -> None:
+    """Raise UsageError where the checkpoint at ``path`` does not carry the drafter that is asked for."""
+    found = inner_drafter_kind(path)
+    if found is None or drafter.kind not in (None, found):
+        has = "no drafter" if found is None else f"a {found} drafter"
+        raise UsageError(
+            f"profile {name} asks for a {drafter.kind or 'dspark'} drafter in the model's own checkpoint, "
+            f"which carries {has}; change its [drafter] kind, or give --drafter none"
+        )
 
 
 def _profile_drafter(profile: Profile, paths: Paths) -> DrafterRef:
-    kind = profile.get("drafter.kind", "dspark")
-    if kind != "dspark":
-        raise UsageError(f"profile {profile.name} asks for a {kind} drafter, which this version cannot run; use dspark")
+    kind = profile.get("drafter.kind")
     packaged = profile.get("drafter.packaged")
     if packaged is not None:
         folder = paths.shipped_drafters / packaged
@@ -148,7 +180,9 @@ def _profile_drafter(profile: Profile, paths: Paths) -> DrafterRef:
     if path is not None:
         return DrafterRef(path=_drafter_folder(path, str(path)))
     sources = profile.get("drafter.sources", ())
-    return DrafterRef(sources=sources, reason_off=None if sources else "no drafter: the profile names none")
+    if sources or kind is None:
+        return DrafterRef(sources=sources, reason_off=None if sources else "no drafter: the profile names none")
+    return DrafterRef(is_inner=True, kind=kind)
 
 
 def _drafter_folder(path: Path, asked: str) -> Path:

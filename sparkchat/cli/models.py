@@ -17,6 +17,7 @@ from sparkchat.cli.output import as_json, data, note, printable, table
 from sparkchat.cli.prepare import chosen_model
 from sparkchat.cli.progress import fetch_progress
 from sparkchat.errors import DamagedFile, ModelNotFound, NotEnoughDisk, SparkchatError
+from sparkchat.fit import describe_needs, needs_of, this_machine
 from sparkchat.locate import is_offline, refetch
 from sparkchat.params import CostTable
 from sparkchat.paths import Paths, user_paths
@@ -81,7 +82,7 @@ def show(
     if json_:
         as_json(report)
         return
-    for key in ("name", "kind", "path", "state", "reason_off"):
+    for key in ("name", "kind", "path", "state", "drafter", "reason_off", "memory", "machine"):
         if report[key] is not None:
             data(f"{key.ljust(_KEY_WIDTH)}  {printable(str(report[key]))}")
     for key, setting in settings.items():
@@ -101,16 +102,34 @@ def _resolved(model: ModelRef, settings: dict[str, Setting]) -> dict[str, Settin
 def _description(model: ModelRef, drafter: DrafterRef, settings: dict[str, Setting], paths: Paths) -> dict[str, Any]:
     files = inventory.local_files(model.path, model.sources, paths)
     profile: Profile | None = model.profile
+    needs = needs_of(profile)
     return {
         "name": model.name,
         "kind": model.kind,
         "path": str(files[0].parent if len(files) > 1 else files[0]) if files else None,
         "state": "on disk" if files else "not fetched",
-        "drafter": str(drafter.path) if drafter.path else None,
+        "drafter": str(drafter.path) if drafter.path else INNER if drafter.is_inner else None,
+        "memory": _memory_needs(needs) if needs else None,
+        "machine": _machine_line(needs) if needs else None,
         "reason_off": drafter.reason_off,
         "profiles": [str(layer.file) for layer in profile.files] if profile is not None else [],
         "settings": {key: {"value": _plain(s.value), "source": s.source} for key, s in settings.items()},
     }
+
+
+INNER = "in the model's own checkpoint"
+
+
+def _memory_needs(needs: dict[int, float]) -> str:
+    return f"{describe_needs(needs)} (an estimate, by number of devices)"
+
+
+def _machine_line(needs: dict[int, float]) -> str:
+    """What this machine has, and on how many of its devices the model fits."""
+    machine = this_machine("auto")
+    fitting = [str(count) for count in sorted(needs) if machine.fits(needs, count)]
+    verdict = f"fits on {' or '.join(fitting)}" if fitting else "DOES NOT FIT"
+    return f"{machine.describe()}, {verdict}" if machine.devices else machine.describe()
 
 
 def _plain(value: Any) -> Any:
@@ -173,7 +192,8 @@ def _dry_run(model: ModelRef, parts: list[tuple[str, Any]], paths: Paths, *, as_
     plans = [(what, inventory.plan(sources, model.name, paths, offline=offline)) for what, sources in parts]
     to_fetch, to_hold = sum(plan.fetch_bytes for _, plan in plans), sum(plan.disk_bytes for _, plan in plans)
     free = inventory.free_for(plans, paths)
-    needed = model.profile.get("model.min_memory_gb", {}).get(1) if model.profile is not None else None
+    needs = needs_of(model.profile)
+    needed = needs.get(1)
     memory = environment.memory().available_bytes
     report = {
         "name": model.name,
@@ -197,6 +217,8 @@ def _dry_run(model: ModelRef, parts: list[tuple[str, Any]], paths: Paths, *, as_
             data(f"{part['part']}: {printable(state)}")
         data(f"disk: {human(to_hold)} needed, {human(free)} free, {'fits' if report['disk_fits'] else 'DOES NOT FIT'}")
         data(f"memory: {_memory_line(needed, memory)}")
+        if len(needs) > 1:
+            data(f"memory by number of devices: {describe_needs(needs)}; this machine: {_machine_line(needs)}")
     if not report["disk_fits"]:
         raise NotEnoughDisk(
             f"{model.name} needs {human(to_hold)} of disk and {human(free)} is free; free some space first"

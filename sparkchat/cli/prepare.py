@@ -8,11 +8,12 @@ from pathlib import Path
 
 import typer
 
-from sparkchat.catalog import find_drafter, find_model
+from sparkchat.catalog import check_inner_drafter, find_drafter, find_model
 from sparkchat.cli.arguments import session, typed_flags
 from sparkchat.cli.progress import fetch_progress
 from sparkchat.config import RunConfig
 from sparkchat.errors import SparkchatError, UsageError
+from sparkchat.fit import refuse_too_large
 from sparkchat.locate import Located, is_offline, locate
 from sparkchat.paths import user_paths
 from sparkchat.resolve import Resolution, build_config, refuse_impossible, resolve_options
@@ -31,6 +32,7 @@ def prepare(ctx: typer.Context) -> RunConfig:
     drafter = find_drafter(options["drafter"], model, paths)
     refuse_impossible(options, model, drafter)
     _refuse_pointless(ctx, options)
+    refuse_too_large(options, model)
     trace = _trace_path(params["trace"], params["force"])
     offline = is_offline(params["offline"])
     with fetch_progress() as progress:
@@ -41,6 +43,9 @@ def prepare(ctx: typer.Context) -> RunConfig:
         if drafter.sources:
             name = options["drafter"] or model.name
             found_drafter = locate(drafter.sources, name, paths, progress, offline=offline)
+    if drafter.is_inner:
+        check_inner_drafter(drafter, found.path, model.name)
+        found_drafter = found
     # What a model can do is known for certain only now that it is here.
     refuse_impossible(options, replace(model, path=found.path), drafter)
     config = build_config(options, model, drafter, (found, found_drafter), paths)

@@ -7,10 +7,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from sparkchat.models.deepseek_v4.config import SPARSE_RATIO, WINDOW_ONLY, DeepseekV4Config
 from sparkchat.models.deepseek_v4.formats import FP4_BLOCK, FP8_BLOCK, num_bytes
 from sparkchat.models.deepseek_v4.headers import Headers
-from sparkchat.models.deepseek_v4.layout import TensorSpec, trunk_layout
+from sparkchat.models.deepseek_v4.layout import Layout, TensorSpec, trunk_layout
 from sparkchat.models.deepseek_v4.weights import (
     DRAFTER_PREFIX,
     check_headers,
@@ -88,6 +90,12 @@ def _part_bytes(axis: int | None, spec: TensorSpec, rank: int, num_ranks: int) -
     (_, dtype, stored), *scales = stored_form({"weight": TensorSpec(tuple(shape), spec.storage)})
     total = num_bytes(dtype, stored)
     return total + math.prod(-(-size // step) for size, step in zip(shape, block, strict=True)) if scales else total
+
+
+def unpacked_bytes(layout: Layout, dtype: torch.dtype) -> int:
+    """Bytes of all tensors with codes unpacked to ``dtype``, tables of ids as int64 and the rest as float32."""
+    sizes = {"fp4": dtype.itemsize, "fp8": dtype.itemsize, "i64": 8}
+    return sum(sizes.get(spec.storage, 4) * math.prod(spec.shape) for spec in layout.values())
 
 
 def cache_bytes(config: DeepseekV4Config, context: int) -> int:

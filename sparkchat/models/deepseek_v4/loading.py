@@ -6,10 +6,12 @@ from pathlib import Path
 
 import torch
 
-from sparkchat.errors import UsageError
+from sparkchat.environment import memory
+from sparkchat.errors import NotEnoughMemory, UsageError
 from sparkchat.models.deepseek_v4.config import DeepseekV4Config, parse_config
 from sparkchat.models.deepseek_v4.drafter import DsparkDrafter
-from sparkchat.models.deepseek_v4.layout import trunk_layout
+from sparkchat.models.deepseek_v4.layout import Layout, trunk_layout
+from sparkchat.models.deepseek_v4.load_plan import unpacked_bytes
 from sparkchat.models.deepseek_v4.model import DeepseekV4
 from sparkchat.models.deepseek_v4.mtp import MtpDrafter
 from sparkchat.models.deepseek_v4.scope import Scope
@@ -32,11 +34,13 @@ def load_trunk(
 ) -> DeepseekV4:
     """Load the target. ``dtype`` None is float32 on the CPU and bfloat16 on a GPU.
 
-    Raises ModelNotFound, DamagedFile or UsageError.
+    Raises ModelNotFound, DamagedFile, UsageError, or NotEnoughMemory before any weight is read.
     """
     config = read_v4_config(folder)
-    source = CheckpointSource(folder, config, trunk_layout(config))
-    model = DeepseekV4(source, config, device, dtype or _own_dtype(device), has_roundings=has_roundings)
+    layout, dtype = trunk_layout(config), dtype or _own_dtype(device)
+    source = CheckpointSource(folder, config, layout)
+    _refuse_too_large(folder, layout, device, dtype)
+    model = DeepseekV4(source, config, device, dtype, has_roundings=has_roundings)
     source.finish()
     return model
 
@@ -64,6 +68,17 @@ def load_drafter(
     drafter = kind(scope, config, target)
     source.finish()
     return drafter
+
+
+def _refuse_too_large(folder: Path, layout: Layout, device: torch.device, dtype: torch.dtype) -> None:
+    """This implementation unpacks projections to ``dtype``: what the files take is not what memory holds."""
+    needed = unpacked_bytes(layout, dtype)
+    free = memory().available_bytes if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
+    if free is not None and needed > free:
+        raise NotEnoughMemory(
+            f"{folder}: the weights take {needed / 1e9:.1f} GB unpacked to {str(dtype).removeprefix('torch.')}, and "
+            f"{free / 1e9:.1f} GB are free on {device.type}; choose a smaller model, see `sparkchat list`"
+        )
 
 
 def _check_fit(folder: Path, config: DeepseekV4Config, target: DeepseekV4Config) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,12 +11,14 @@ import pytest
 import torch
 
 from fixtures.deepseek_v4 import FULL_SIZES, full_layout, parsed, shard_of, v4_config, write_json, write_tiny_v4
+from sparkchat.catalog import load_profile
 from sparkchat.errors import DamagedFile, UsageError
 from sparkchat.models.deepseek_v4.config import DeepseekV4Config
 from sparkchat.models.deepseek_v4.formats import num_bytes
-from sparkchat.models.deepseek_v4.headers import Headers, read_headers
-from sparkchat.models.deepseek_v4.load_plan import LoadPlan, cache_bytes, plan_all, plan_load
+from sparkchat.models.deepseek_v4.headers import Headers, StoredTensor, read_headers
+from sparkchat.models.deepseek_v4.load_plan import LoadPlan, cache_bytes, plan_all, plan_load, unpacked_bytes
 from sparkchat.models.deepseek_v4.weights import CheckpointSource, stored_form
+from sparkchat.paths import user_paths
 
 # Of DeepSeek-V4-Flash-0731 and -DSpark, and of the April preview, as their indexes say.
 DSPARK_BYTES, DSPARK_TENSORS, DRAFTER_BYTES = 166_878_536_440, 72_317, 10_862_838_300
@@ -123,3 +126,33 @@ def test_a_plan_counts_the_bytes_that_a_rank_reads(drafter: str, tmp_path: Path)
             source = CheckpointSource(folder, config, layout, rank=rank, num_ranks=plan.num_ranks)
             read.append(sum(source.take(name).nbytes for name in layout))
         assert plan.rank_bytes == max(read)
+
+
+@pytest.mark.parametrize(
+    ("name", "drafter"),
+    [("deepseek-v4-flash", "dspark"), ("deepseek-v4-flash-dspark", "dspark"), ("deepseek-v4-flash-preview", "mtp")],
+)
+def test_the_profiles_state_the_need_by_number_of_gpus(name: str, drafter: str) -> None:
+    profile = load_profile(name, user_paths())
+    assert profile is not None
+    config = replace(parsed(v4_config(FULL_SIZES, drafter=drafter)), kv_dtype=torch.bfloat16)
+    stored = {
+        name: StoredTensor(dtype, shape, Path("x"), num_bytes(dtype, shape))
+        for name, dtype, shape in stored_form(full_layout(config))
+    }
+    # A running chat, and one that is kept for its next turn.
+    context = profile.get("run.context")
+    needs = {
+        plan.num_ranks: math.ceil(plan.memory_need(config, context, num_requests=2) / 1e9)
+        for plan in plan_all(Headers(Path("x"), stored, ()), config)
+    }
+    assert profile.get("model.min_memory_gb") == needs
+
+
+def test_unpacked_weights_are_counted_by_their_numbers(config: DeepseekV4Config) -> None:
+    layout = full_layout(config)
+    numbers = sum(math.prod(spec.shape) for spec in layout.values() if spec.storage in ("fp4", "fp8"))
+    in_bf16, in_fp32 = (unpacked_bytes(layout, dtype) for dtype in (torch.bfloat16, torch.float32))
+    assert in_fp32 - in_bf16 == 2 * numbers
+    assert numbers > 290e9
+    assert in_bf16 > 3.4 * DSPARK_BYTES
