@@ -243,3 +243,18 @@ def test_written_folder_is_in_the_published_layout(draft: Draft) -> None:
     assert config["architectures"] == ["Qwen3DSparkModel"]
     assert (config["block_size"], config["markov_rank"], config["target_layer_ids"]) == (5, RANK, list(TAPS))
     assert [p.name for p in draft.folder.glob("*.safetensors")] == ["model.safetensors"]
+
+
+@pytest.mark.parametrize("kind", ["vanilla", "gated", "rnn"])
+def test_biases_of_chosen_tokens_equal_those_of_the_whole_vocabulary(pair: Pair, tmp_path: Path, kind: str) -> None:
+    draft = write_draft(tmp_path, pair, markov_head_type=kind)
+    previous, hidden, _ = head_inputs()
+    state = other = draft.ours.initial_state(4)
+    columns = torch.randint(0, VOCAB, (4, 6), generator=torch.Generator().manual_seed(1))
+    for k in range(3):
+        bias, state = draft.ours.markov_step(previous[k], hidden[k], state)
+        vector, other = draft.ours.markov_vector(previous[k], hidden[k], other)
+        rows = draft.ours.markov_rows(columns)
+        assert vector is not None and rows is not None
+        assert_close((rows @ vector.unsqueeze(-1)).squeeze(-1), bias.gather(1, columns))
+    assert torch.equal(state, other)
