@@ -148,10 +148,10 @@ def test_drafts_are_drawn_from_the_very_law_of_the_ratio(
 
 def test_neighbouring_seeds_are_independent(build_once: Callable[..., Any], runner: OpenRunner) -> None:
     opened = runner(*build_once("law", table_pair), concurrency=64)
-    runs = answers(opened, 300, 9, 5000, mode="static", temperature=1.0)
+    runs = answers(opened, 200, 15, 5000, mode="static", temperature=1.0)
     columns = [pair for a, b in zip(runs[0::2], runs[1::2], strict=True) for pair in zip(a, b, strict=True)]
     assert pair_p_value(columns, P) >= LOWEST_P
-    assert len({tuple(run) for run in runs}) > 290
+    assert len({tuple(run) for run in runs}) >= 199
 
 
 def test_a_token_outside_the_filter_never_comes_up(build_once: Callable[..., Any], runner: OpenRunner) -> None:
