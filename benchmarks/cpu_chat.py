@@ -2,6 +2,8 @@
 
     python benchmarks/cpu_chat.py MODEL.gguf [--drafter DIR] [--prompts N] [--tokens N] [--out FILE.json]
 
+transformers reads GGUF files only with `accelerate` installed; --no-transformers leaves that arm out.
+
 Every prompt goes through every arm before the next one, in rotating order, so that a slow minute of the machine hits
 all arms alike; ratios are of paired sums, with a bootstrap interval over prompts. Prompts are the held-out ones of
 ``sparkchat.train.prompts``: no drafter was trained on their topics or wording.
