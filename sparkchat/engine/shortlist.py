@@ -31,6 +31,9 @@ def suits(pair: LoadedPair, states: Sequence[RequestState]) -> bool:
     assert pair.drafter is not None
     if pair.device.type != "cpu" or pair.drafter.config.draft_vocab_size < SMALLEST_VOCABULARY:
         return False
+    if not hasattr(pair.drafter, "markov_rows"):
+        # It makes the logits of a position when that is reached: there is nothing to choose from before.
+        return False
     return not any(s.sampling.logit_bias or len(s.delivered) < s.sampling.min_tokens for s in states)
 
 

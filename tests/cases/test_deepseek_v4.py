@@ -8,9 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from cases.harness import MODES, Runner, random_prompts
-from fixtures.deepseek_v4 import write_tiny_v4
+from cases.harness import MODES, Runner, parse_strict, random_prompts, sparkchat
+from fixtures.deepseek_v4 import (
+    parsed,
+    random_weights,
+    stored_weights,
+    v4_config,
+    write_json,
+    write_shards,
+    write_tiny_v4,
+)
 from fixtures.deepseek_v4_mix import DRAFTER_KINDS, write_v4_mix, write_v4_mix_mtp
 from fixtures.mix import mix_table
 from sparkchat.errors import UsageError
@@ -133,6 +142,47 @@ def test_mode_compact_without_confidence_verifies_whole_blocks_and_says_so(
     outcome = runner(folder, folder).watch(lines(random_prompts(1, 9), mode="compact", max_tokens=20))[0]
     assert {step["mode"] for step in outcome.steps} == {"static"}
     assert all("confidence head" in step["fallback"] for step in outcome.steps)
+
+
+@pytest.mark.parametrize("drafter", ["dspark", "mtp"])
+def test_large_vocabularies_draft_without_changing_a_token(
+    drafter: str, build_once: Callable[..., Any], runner: OpenRunner
+) -> None:
+    folder = build_once(f"v4-wide-{drafter}", lambda f: write_tiny_v4(f, drafter=drafter, vocab_size=4096))
+    assert_equal(runner(folder, folder), [("static", 3)], random_prompts(1, 20), 40)
+
+
+DAMAGE = {
+    "layers.1.ffn.experts.3.w2.scale": None,
+    "mtp.2.hc_attn_base": torch.full((24,), torch.nan),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_damaged_checkpoint_ends_the_command_with_its_tensor_named(name: str, tmp_path: Path) -> None:
+    config = parsed(v4_config())
+    stored = stored_weights(config, random_weights(config))
+    if DAMAGE[name] is None:
+        del stored[name]
+    else:
+        stored[name] = DAMAGE[name]
+    write_shards(tmp_path, config, stored)
+    write_json(tmp_path / "config.json", v4_config())
+    done = sparkchat("run", tmp_path, "--prompt-ids", "5,6", "--max-tokens", "2", "--context", "64")
+    assert done.code == 6
+    assert name in done.err
+    assert len(done.err.strip().splitlines()) == 1
+
+
+def test_a_whole_checkpoint_answers_on_the_command_line(folder_of: Callable[[str], Path]) -> None:
+    done = sparkchat(
+        *("run", folder_of("tiny"), "--prompt-ids", "5,6", "--max-tokens", "8", "--context", "64", "--json"),
+        *("--ignore-eos", "--mode", "static"),
+    )
+    assert done.code == 0, done.err
+    result = parse_strict(done.out)
+    assert len(result["token_ids"]) == 8
+    assert result["speculation"]["num_proposed_draft_tokens"] > 0
 
 
 def test_a_block_longer_than_trained_is_refused(folder_of: Callable[[str], Path], runner: OpenRunner) -> None:
