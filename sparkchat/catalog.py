@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from sparkchat import strict_json
 from sparkchat.errors import DamagedFile, ModelNotFound, UsageError
@@ -144,17 +144,27 @@ def find_drafter(choice: str | None, model: ModelRef, paths: Paths) -> DrafterRe
     return DrafterRef(reason_off="no drafter: this model has no profile that names one; give --drafter")
 
 
+def is_deepseek_v4(path: Path) -> bool:
+    """Whether a model folder holds that architecture, by its config.json."""
+    return _config_of(path).get("model_type") == "deepseek_v4"
+
+
 def inner_drafter_kind(path: Path) -> str | None:
     """dspark or mtp, where a checkpoint folder carries its own drafter (DeepSeek V4), by its config.json."""
-    try:
-        config = strict_json.loads((path / "config.json").read_bytes())
-    except (OSError, ValueError):
-        return None  # the loader says what is wrong with it
-    if not isinstance(config, dict) or config.get("model_type") != "deepseek_v4":
+    if not is_deepseek_v4(path):
         return None
+    config = _config_of(path)
     if config.get("dspark_block_size") is not None:
         return "dspark"
     return "mtp" if config.get("num_nextn_predict_layers") else None
+
+
+def _config_of(path: Path) -> dict[str, Any]:
+    try:
+        config = strict_json.loads((path / "config.json").read_bytes())
+    except (OSError, ValueError):
+        return {}  # the loader says what is wrong with it
+    return config if isinstance(config, dict) else {}
 
 
 def check_inner_drafter(drafter: DrafterRef, path: Path, name: str) -> None:

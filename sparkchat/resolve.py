@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import Any
 
 from sparkchat import environment
-from sparkchat.catalog import DrafterRef, ModelRef
+from sparkchat.catalog import DrafterRef, ModelRef, is_deepseek_v4
 from sparkchat.config import FIXED, RunConfig
 from sparkchat.errors import UsageError
 from sparkchat.locate import Located
@@ -194,7 +194,7 @@ def has_thinking(model: ModelRef) -> bool | None:
         return bool(known)
     if model.path is None:
         return None
-    return "thinking" in _template_text(model.path)
+    return is_deepseek_v4(model.path) or "thinking" in _template_text(model.path)
 
 
 def _template_text(path: Path) -> str:

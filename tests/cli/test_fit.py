@@ -17,6 +17,7 @@ from sparkchat.environment import Gpu, Memory
 from sparkchat.errors import UsageError
 from sparkchat.fit import Machine, this_machine
 from sparkchat.paths import user_paths
+from sparkchat.resolve import has_thinking
 
 Write = Callable[[str, str], Path]
 NEEDS = {1: 100.0, 2: 60.0}
@@ -143,10 +144,13 @@ def test_the_inner_drafter_is_loaded_from_the_models_folder(
     assert kept[0].spec.model_path == str(folder)
 
 
+def test_thinking_can_be_asked_of_a_local_checkpoint_without_a_template(tmp_path: Path, model_folder: Path) -> None:
+    assert has_thinking(find_model(str(v4_folder(tmp_path / "v4")), user_paths()))
+    assert not has_thinking(find_model(str(model_folder), user_paths()))
+
+
 def test_a_profile_that_asks_for_another_drafter_than_there_is_is_refused(write_profile: Write, tmp_path: Path) -> None:
     folder = v4_folder(tmp_path / "v4", dspark_block_size=5)
     write_profile("mine", f"[model]\npath = '{folder}'\n[drafter]\nkind = 'mtp'\n")
-    with pytest.raises(
-        UsageError, match=r"asks for a mtp drafter .*, which carries a dspark"
-    ):
+    with pytest.raises(UsageError, match=r"asks for a mtp drafter .*, which carries a dspark"):
         find_drafter(None, find_model("mine", user_paths()), user_paths())
