@@ -73,10 +73,11 @@ def _folder(spec: LoadSpec) -> Path | None:
 
 def _key(spec: LoadSpec, pair: LoadedPair) -> str:
     threads = f"x{torch.get_num_threads()} " if pair.device.type == "cpu" else ""
+    sizes = f"batch {spec.concurrency} block {spec.block_size or pair.block_size}"
     return measurement_key(
         model=_identity(spec.model_path),
         drafter=None if spec.drafter_path is None else _identity(spec.drafter_path),
-        device=f"{device_name(pair.device)} {threads}batch {spec.concurrency} block {spec.block_size or pair.block_size} {pair.target.config.dtype_name}",
+        device=f"{device_name(pair.device)} {threads}{sizes} {pair.target.config.dtype_name}",
         versions={"sparkchat": __version__, "torch": torch.__version__},
     )
 
@@ -92,7 +93,8 @@ def _identity(path: str) -> str:
 def measure(pair: LoadedPair, concurrency: int, block: int) -> CostTable:
     """Time whole steps, drafting included, at every verify length, in caches of their own.
 
-    ``block`` tokens are drafted every time. rows are summed over the batch: 1 .. block + 1 for one request, then multiples for ``concurrency`` requests.
+    ``block`` tokens are drafted every time. rows are summed over the batch: 1 .. block + 1 for one request, then
+    multiples for ``concurrency`` requests.
     Raises DamagedFile when the pair yields no numbers.
     """
     counts = sorted({1, concurrency})

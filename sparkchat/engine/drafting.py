@@ -47,7 +47,7 @@ def propose(pair: LoadedPair, states: Sequence[RequestState], lens: Sequence[int
     )
     hidden = pair.drafter.backbone(batch, pair.draft_cache)
     base = pair.drafter.base_logits(hidden)
-    if shortlist.suits(pair, [states[r] for r in drafting]):
+    if shortlist.suits(pair):
         return _draw_from_shortlist(pair, states, lens, drafting, batch.row_starts, hidden, base)
     return _draw_block(pair, states, lens, drafting, batch.row_starts, hidden, base)
 
@@ -63,14 +63,14 @@ def _draw_from_shortlist(
 ) -> Draft:
     """As ``_draw_block``, over the likeliest tokens alone."""
     uniforms = _uniforms(states, drafting, max(lens))
-    proposal, befores = shortlist.draw_block(pair, states, lens, drafting, row_starts, hidden, base, uniforms)
+    # NaN and +inf both reach the sum of a row.
+    is_sound = base.sum(dim=1).isfinite().tolist()
+    proposal, befores, damaged = shortlist.draw_block(pair, states, lens, drafting, row_starts, hidden, base, uniforms)
     places = [(r, k) for r in drafting for k in range(lens[r])]
     before = [torch.tensor(tokens) for tokens in befores]
     confidence = _confidence(pair, (len(states), max(lens)), places, hidden, before)
-    # NaN and +inf both reach the sum of a row.
-    is_sound = base.sum(dim=1).isfinite().tolist()
-    damaged = frozenset(r for (r, _), sound in zip(places, is_sound, strict=True) if not sound)
-    return Draft(replace(proposal, confidence_logit=confidence), damaged)
+    damaged |= {r for (r, _), sound in zip(places, is_sound, strict=True) if not sound}
+    return Draft(replace(proposal, confidence_logit=confidence), frozenset(damaged))
 
 
 def _uniforms(states: Sequence[RequestState], drafting: list[int], width: int) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -92,6 +92,23 @@ def draft_laws(
     if all(state.is_greedy for state in states):
         return None
     return _laws(logits, states, [1] * len(states))
+
+
+def bias_draft_rows(logits: Tensor, state: RequestState, index_of: Tensor | None) -> None:
+    """Logit bias and minimum length on logits [n, Vd] of a whole block, in place: what the drafts do not change."""
+    params = replace(state.sampling, repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0)
+    try:
+        sampling.shape_logits(
+            logits,
+            state.history,
+            params,
+            num_output=len(state.delivered),
+            extra=[(0,) * i for i in range(len(logits))],
+            eos_ids=state.output.eos_ids,
+            index_of=index_of,
+        )
+    except UsageError:
+        logits.zero_()  # nothing is left that may be drafted
 
 
 def _shape(state: RequestState, logits: Tensor, extra: list[tuple[int, ...]], index_of: Tensor | None) -> None:

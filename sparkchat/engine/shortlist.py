@@ -17,6 +17,7 @@ from torch import Tensor
 
 from sparkchat.engine.acceptance import Proposal
 from sparkchat.engine.filters import filter_law, top_k_law
+from sparkchat.engine.laws import bias_draft_rows
 from sparkchat.engine.pair import LoadedPair
 from sparkchat.engine.request import RequestState
 from sparkchat.engine.sampling import GREEDY_BELOW
@@ -26,15 +27,14 @@ SMALLEST_VOCABULARY = 4096
 """Below this a pass over everything is cheap, and the exact law of the whole vocabulary is used."""
 
 
-def suits(pair: LoadedPair, states: Sequence[RequestState]) -> bool:
-    """Whether all of these requests can draft from shortlists."""
+def suits(pair: LoadedPair) -> bool:
+    """Whether this pair drafts from shortlists. Were it up to the requests of a batch, a seeded one would depend on
+    its mates."""
     assert pair.drafter is not None
     if pair.device.type != "cpu" or pair.drafter.config.draft_vocab_size < SMALLEST_VOCABULARY:
         return False
-    if not hasattr(pair.drafter, "markov_rows"):
-        # It makes the logits of a position when that is reached: there is nothing to choose from before.
-        return False
-    return not any(s.sampling.logit_bias or len(s.delivered) < s.sampling.min_tokens for s in states)
+    # One that makes the logits of a position when that is reached has nothing to choose from before.
+    return hasattr(pair.drafter, "markov_rows")
 
 
 class Shortlist:
@@ -65,6 +65,7 @@ def _largest(logits: np.ndarray, size: int) -> np.ndarray:
     return np.argpartition(logits, logits.shape[1] - size, axis=1)[:, logits.shape[1] - size :]
 
 
+@np.errstate(over="ignore", invalid="ignore")  # what is no number is found and reported
 def draw_block(
     pair: LoadedPair,
     states: Sequence[RequestState],
@@ -74,18 +75,22 @@ def draw_block(
     hidden: Tensor,
     base: Tensor,
     uniforms: Tensor,
-) -> tuple[Proposal, list[list[int]]]:
-    """Draw every block from its shortlist; hidden [N, d], base [N, Vd], uniforms [drafting, g].
+) -> tuple[Proposal, list[list[int]], set[int]]:
+    """Draw every block from its shortlist; hidden [N, d], base [N, Vd] changed in place, uniforms [drafting, g].
 
-    Returns the proposal, its confidences not filled in, and the token before each draft, per drafting request.
+    Returns the proposal, its confidences not filled in; the token before each draft, per drafting request; and the
+    requests whose sequential head gave no numbers.
     """
     assert pair.drafter is not None
+    for i, r in enumerate(drafting):
+        bias_draft_rows(base[row_starts[i] : row_starts[i + 1]], states[r], pair.draft_index_of)
     shortlist, width = Shortlist(pair, base), max(lens)
     ids = np.full((len(states), width), -1, dtype=np.int64)
     index = np.zeros((len(states), width), dtype=np.int64)
     probs = np.zeros((len(states), width, SIZE), dtype=np.float32)
     support = np.zeros((len(states), width, SIZE), dtype=np.int64)
     befores: list[list[int]] = []
+    damaged: set[int] = set()
     for i, r in enumerate(drafting):
         state, previous, before = states[r], states[r].anchor, []
         markov = pair.drafter.initial_state(1)
@@ -95,6 +100,8 @@ def draw_block(
             vector, markov = pair.drafter.markov_vector(torch.tensor([previous]), hidden[row : row + 1], markov)
             logits = shortlist.biased(row, None if vector is None else vector[0].numpy())
             targets = shortlist.targets[row]
+            if np.isnan(logits).any() or logits.max() == np.inf:
+                damaged.add(r)
             _penalise(logits, targets, state, before[1:])
             law = _law(logits, state)
             place = _draw(law, float(uniforms[i, k]))
@@ -108,7 +115,7 @@ def draw_block(
         draft_index=torch.from_numpy(index),
         draft_to_target=torch.from_numpy(support),
     )
-    return proposal, befores
+    return proposal, befores, damaged
 
 
 def _penalise(logits: np.ndarray, targets: np.ndarray, state: RequestState, drafted: Sequence[int]) -> None:
@@ -131,7 +138,8 @@ def _law(logits: np.ndarray, state: RequestState) -> np.ndarray:
     """[M] float32: the law the draft is drawn from; one-hot when greedy."""
     s = state.sampling
     law = np.zeros_like(logits)
-    if s.temperature < GREEDY_BELOW or not np.isfinite(logits).all():
+    if s.temperature < GREEDY_BELOW or not np.isfinite(logits.max()):
+        # Without a number to go by it drafts blindly, and the target turns the draft down.
         law[int(np.nan_to_num(logits, nan=-np.inf).argmax())] = 1.0
         return law
     if 0 < s.top_k < len(logits):

@@ -12,12 +12,13 @@ import pytest
 
 from cases.harness import MODES, Outcome, Runner, chi_square_p, open_runner, random_prompts, to_request
 from engine.conftest import NAN_TOKEN, P, edited
-from sparkchat.engine import loop, prefill
+from sparkchat.engine import loop, prefill, shortlist
 from sparkchat.engine.step_plan import REASON_BAD_CONFIDENCE, REASON_DOES_NOT_PAY, REASON_NO_CONFIDENCE
 from sparkchat.errors import UsageError
 from sparkchat.params import CostTable, GenerateRequest
 
 OpenRunner = Callable[..., Runner]
+Record = dict[str, Any]
 ALL_MODES = ("off", *MODES)
 CLOSING = CostTable(tuple(range(1, 65)), tuple(1.0 + 0.1 * r for r in range(1, 65)), plain_ms=0.55)
 """Under this table drafting is predicted to lose about as often as to win, so gates close and open."""
@@ -82,6 +83,53 @@ def test_a_seeded_answer_does_not_depend_on_its_batch_mates(mode: str, tiny_pair
         reasons = Counter(s["fallback"] for s in alone.steps)
         assert reasons[REASON_DOES_NOT_PAY] > 0
         assert reasons[None] > 16
+
+
+SETTINGS: list[Record] = [
+    {"logit_bias": ((300, 4.0), (301, -float("inf")), (500, 3.0)), "temperature": 0.8},
+    {"min_tokens": 30, "temperature": 1.1},
+    {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.2, "temperature": 0.7},
+    {"top_k": 5, "top_p": 0.9, "temperature": 1.3},
+    {"temperature": 0.0, "logit_bias": ((222, 2.0),), "min_tokens": 12},
+]
+
+
+def test_drafting_from_shortlists_keeps_seeds_apart_and_greedy_tokens(
+    tiny: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever settings the mates have, a request drafts what it drafts alone, and greedy tokens are the plain ones."""
+    monkeypatch.setattr(shortlist, "SMALLEST_VOCABULARY", 512)
+    shared = {"mode": "static", "max_tokens": 30}
+    lines = [
+        {"prompt_ids": [301, 302 + n], "seed": n, **shared, **s}
+        for n, s in enumerate([{"temperature": 1.0}, *SETTINGS])
+    ]
+    together = tiny.watch(lines)
+    for line, among in zip(lines, together, strict=True):
+        (alone,) = tiny.watch([line])
+        assert among.ids == alone.ids
+        assert [s["draft_ids"] for s in among.steps] == [s["draft_ids"] for s in alone.steps]
+    greedy = [{**line, "temperature": 0.0} for line in lines]
+    assert tiny.ids(greedy) == tiny.ids({**line, "mode": "off"} for line in greedy)
+    # What must not be said is not drafted either.
+    assert 301 not in {token for s in together[1].steps for token in s["draft_ids"]}
+
+
+@pytest.mark.parametrize("size", [2, 1023])
+def test_drafting_from_shortlists_keeps_the_law(
+    size: int, three_tokens: tuple[Path, Path], runner: OpenRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """1023 of 1024 tokens hold every likely one; the two of the other list never come up and are all turned down."""
+    monkeypatch.setattr(shortlist, "SMALLEST_VOCABULARY", 1024)
+    monkeypatch.setattr(shortlist, "SIZE", size)
+    opened = runner(*three_tokens, concurrency=12)
+    line = {"prompt_ids": [65], "mode": "static", "temperature": 1.0, "max_tokens": 60, "ignore_eos": True}
+    for options, law in (({}, list(P)), ({"top_k": 2}, [0.0, 0.625, 0.375])):
+        outcomes = opened.watch({**line, **options, "seed": n} for n in range(12))
+        counts = Counter(token for o in outcomes for token in o.ids)
+        assert chi_square_p([counts[300 + i] for i in range(3)], law) > 1e-4
+        accepted = sum(o.result["speculation"]["num_accepted_draft_tokens"] for o in outcomes)
+        assert (accepted > 0) == (size == 1023)
 
 
 def test_a_gate_that_closes_and_opens_keeps_the_law(three_tokens: tuple[Path, Path], runner: OpenRunner) -> None:
@@ -360,7 +408,13 @@ def test_a_confidence_that_is_no_number_is_not_trusted(tiny_pair: Any, tmp_path:
     json.dumps([o.events for o in (static, compact, cap)], allow_nan=False)
 
 
-def test_a_damaged_sequential_head_is_reported(tiny_pair: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("smallest", [512, 4096])
+def test_a_damaged_sequential_head_is_reported(
+    smallest: int, tiny_pair: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drafting from shortlists (512) and from the whole vocabulary."""
+    monkeypatch.setattr(shortlist, "SMALLEST_VOCABULARY", smallest)
+
     def spoil(held: dict[str, Any]) -> None:
         for name in ("markov_w1", "markov_w2"):
             held[f"markov_head.{name}.weight"] *= 1e20

@@ -291,7 +291,8 @@ def test_bf16_keeps_the_law(tmp_path_factory: pytest.TempPathFactory, opened: Op
 def test_step_costs_are_measured_on_the_device(tiny_pair: Any, opened: Open) -> None:
     from sparkchat.engine.cost_probe import measure
 
-    table = measure(opened(tiny_pair.target, tiny_pair.drafter).engine.pair, 4)
+    pair = opened(tiny_pair.target, tiny_pair.drafter).engine.pair
+    table = measure(pair, 4, pair.block_size)
     assert table.rows == (1, 2, 3, 4, 5, 6, 8, 12, 16, 20, 24)
     assert table.plain_ms is not None
     assert 0 < table.plain_ms < 1000
