@@ -24,6 +24,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "head_dim": 256,
         "index_n_heads": 3,
         "index_head_dim": 128,
+        "moe_intermediate_size": 20,
     },
     "published-ratios": {
         "compress_ratios": [4, 128],

@@ -18,7 +18,7 @@ from sparkchat.models.deepseek_v4.cache import StateCache
 from sparkchat.models.deepseek_v4.experts import ExpertMixture
 from sparkchat.models.deepseek_v4.gate import Gate
 from sparkchat.models.deepseek_v4.hyper import HyperConnection
-from sparkchat.models.deepseek_v4.indexer import best_entries
+from sparkchat.models.deepseek_v4.indexer import best_entries, index_scores
 from sparkchat.models.deepseek_v4.layout import trunk_layout
 from sparkchat.models.deepseek_v4.rope import Ropes
 from sparkchat.models.deepseek_v4.scope import Scope, TensorTable
@@ -107,6 +107,18 @@ def test_best_entries_against_a_sort(count: int) -> None:
         visible = [i for i, score in enumerate(row) if score > float("-inf")]
         wanted = sorted(visible, key=lambda i: (-row[i], i))[:count]
         assert [i for i, is_picked in enumerate(picked) if is_picked] == sorted(wanted)
+
+
+@pytest.mark.parametrize("heads", [1, 2, 5])
+def test_index_scores_do_not_depend_on_the_rows_beside(heads: int) -> None:
+    """A last bit would be enough to pick another entry."""
+    torch.manual_seed(heads)
+    queries, keys, weights = torch.randn(1, 9, heads, 128), torch.randn(1, 48, 128), torch.randn(1, 9, heads)
+    together = index_scores(queries, keys, weights)
+    products = torch.einsum("rqhc,rec->rqhe", queries, keys).relu()
+    assert torch.allclose(together, (products * weights.unsqueeze(-1)).sum(2), atol=1e-3)
+    for count in (1, 2, 3):
+        assert torch.equal(index_scores(queries[:, :count], keys, weights[:, :count]), together[:, :count])
 
 
 def test_equal_gate_scores_take_the_lowest_experts() -> None:
