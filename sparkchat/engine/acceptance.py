@@ -8,7 +8,7 @@ also when further tokens were drafted but not tested. Source: paper sections 2 a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -57,6 +57,10 @@ class Acceptance:
     """[R, g] float64 q(x_i); NaN where nothing was drafted."""
     p_target: Tensor
     """[R, g] float64 p(x_i); NaN where nothing was verified."""
+
+    def on_host(self) -> Acceptance:
+        """The same in host memory: one wait for the device here instead of one for every number read."""
+        return Acceptance(*(getattr(self, field.name).cpu() for field in fields(self)))
 
 
 def accept(

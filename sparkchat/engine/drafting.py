@@ -123,11 +123,13 @@ def _draw_block(
         chosen = sampling.argmax_ids(logits) if law is None else sampling.draw(law, uniforms[active, k])
         target_ids = chosen if pair.drafter.draft_to_target is None else pair.drafter.draft_to_target[chosen]
         at = torch.tensor([drafting[i] for i in active])
-        index[at, k], ids[at, k] = chosen.cpu(), target_ids.cpu()
+        on_host = target_ids.cpu()
+        ids[at, k] = on_host
+        index[at, k] = on_host if target_ids is chosen else chosen.cpu()
         if probs is not None:
             # All-greedy rows of a mixed batch may be missing a law; their entries are never read.
             probs[at, k] = law if law is not None else 0.0
-        for i, token in zip(active, target_ids.tolist(), strict=True):
+        for i, token in zip(active, on_host.tolist(), strict=True):
             drafted[i].append(token)
         previous = target_ids
     proposal = Proposal(

@@ -90,7 +90,7 @@ def _accept(
     caps = None
     if any(chosen.cap is not None for chosen in lengths):
         caps = torch.tensor([c.verify_len if c.cap is None else c.cap for c in lengths])
-    return accept(
+    accepted = accept(
         target.law,
         torch.tensor(starts[:-1]),
         torch.tensor([chosen.verify_len for chosen in lengths]),
@@ -101,6 +101,7 @@ def _accept(
         greedy=target.is_greedy,
         target_argmax=target.argmax,
     )
+    return accepted.on_host()
 
 
 def _commit(
