@@ -1,0 +1,79 @@
+"""Kernels of the decode step, each beside its torch reference: ``<op>/{reference,kernel}.py``, chosen in ``<op>/``.
+
+CPU tensors take the reference, CUDA tensors the Triton kernel; nothing falls back silently. Every call below writes
+into tensors that the caller owns and allocates nothing when its workspace is given, waits for nothing, and takes
+lengths, rows and settings from device tensors, so that it may stand inside a CUDA graph: what is fixed at capture are
+shapes and keyword numbers. Row counts are those of the tensors given.
+
+Shapes: N token rows, R requests, d hidden size, H query heads, K key heads, D head size, V target vocabulary, Vd draft
+vocabulary, g drafts of a block, r Markov rank. Query heads are ordered [group, key head], rotary pairs lie side by
+side (models/weights.py). "half" is bf16 or fp16; fp32 works everywhere and is exact (no tf32).
+
+    from sparkchat.kernels.norm import add_rms_norm
+    add_rms_norm(x, delta, weight, eps, out, tap=None)
+        x [N, d] fp32, in place: x += delta. delta None, [N, d] half or fp32, or partial sums [S, N, d] fp32 of a split
+        product, added in order. out [N, d] half or fp32 = rmsnorm(x) * weight. weight [d] fp32.
+        tap [N, d] (row stride free) half or fp32 receives x after the addition: a tapped layer's feature.
+
+    from sparkchat.kernels.rope import write_qkv
+    write_qkv(qkv, positions, rows, rope, cache, q, *, qk_norm=None, eps=0.0, pages=None)
+        qkv [N, (H+2K)*D] half or fp32, or partial sums [S, N, ...] fp32; positions [N] int64 or int32;
+        rows [N] int32 cache row of each token row, -1 writes no keys; rope [P, D] fp32, cosine and sine side by side
+        (torch.view_as_real(RopeTable's table).flatten(1)); qk_norm [H+K, D] fp32 or None.
+        cache [pages, 2K, slots, D]: one layer of a LayerStore (store.data[i]); position p of a request lies in slot
+        p mod capacity. pages None: cache row n is page n, capacity = slots; pages [cache rows, P] int32: the pages of
+        a row in order, capacity = P * slots. q [N, H, D] out.
+
+    from sparkchat.kernels.attention import attention_workspace, decode_attention
+    workspace = attention_workspace(max_rows, num_heads, head_dim, context, device)
+    decode_attention(q, cache, starts, rows, positions, ends, out, workspace, *, max_rows, window=None, pages=None)
+        starts [R+1] int32: first row of each request (an empty request is skipped; rows behind starts[R] are not
+        touched); at most ``max_rows`` rows a request. rows, positions as above. ends [N] int32 or int64: keys at
+        positions below it are seen (position + 1 when causal, the end of the block in a drafter's block). window None
+        or keys seen. out [N, H, D]. Keys must have been written before. Works over fixed spans of 256 keys: a row's
+        bits depend on its own keys alone, not on rows beside it, the batch, or what is allocated.
+
+    from sparkchat.kernels.gemm import gemm_splits, small_gemm
+    small_gemm(x, weight, out, *, scales=None, bias=None, epilogue="none")
+        y = x W^T + bias for x [N, k] half or fp32, N <= 64 (more rows work, in tiles of 64); weight [n, k] of x's
+        dtype, or float8_e4m3fn with scales [ceil(n/128), ceil(k/128)] fp32.
+        epilogue "none": out [N, n] half or fp32 = y. "add": out [N, n] fp32 += y. "silu_mul": weight is [gate; up],
+        out [N, n/2] = silu(y_gate) * y_up. "partials": out [S, N, n] fp32 with S = gemm_splits(weight, epilogue):
+        the sums over S parts of k, for add_rms_norm's delta and write_qkv's qkv, which add them in order.
+        The order in which k is summed depends on the weight's shape alone, so a row's bits do not depend on N.
+
+    from sparkchat.kernels.sampling import DrawSettings, Laws
+    DrawSettings(temperature [R] fp32, top_k [R] int32 (0: all), top_p [R] fp32, min_p [R] fp32,
+                 seeds [R] int64 (bits of the 64-bit seed), rounds [R] int64)
+        Numbers are those of engine/rng.py. A temperature below 1e-5 is greedy.
+    Laws(logits [M, V] fp32, peak, least, scale [M] fp32, last_tie [M] int32)
+        the law of each row without its probabilities: p(v) = exp((z_v - peak) / T) * scale where z_v > least, or
+        z_v == least and v <= last_tie; else 0. Laws.empty(logits, ...) makes static buffers.
+
+    from sparkchat.kernels.markov import MarkovBuffers, markov_block
+    markov_block(base, w1, w2, anchors, settings, buffers, *, draft_to_target=None, hidden=None, confidence=None)
+        base [R, g, Vd] fp32, in place: the Markov bias of the token before is added. w1 [V, r], w2 [Vd, r] half or
+        fp32. anchors [R] int64. Fills buffers.tokens [R, g] int64 (target ids), buffers.index [R, g] int64 (draft
+        ids), buffers.laws (the laws drawn from, rows r*g+k), and with hidden [R, g, d] and confidence (weight [d] or
+        [d+r] fp32, bias [1] fp32 or None) buffers.confidence [R, g] fp32, the raw logits.
+        w1 and w2 None: no sequential head.
+
+    from sparkchat.kernels.accept import AcceptBuffers, accept_block
+    accept_block(logits, starts, verify_lens, settings, buffers, *, drafts=None, draft_laws=None, draft_index=None,
+                 target_to_draft=None, caps=None)
+        logits [N, V] half or fp32: row starts[r] + i of request r stands behind its first i drafts; starts [R+1] int32;
+        verify_lens [R] int32 drafts tested; drafts [R, g] int64; draft_laws, draft_index as markov_block leaves them;
+        target_to_draft [V] int32 (draft id, or -1) with a draft vocabulary; caps [R] int32 or None.
+        Fills buffers.accepted_len, full_len [R] int32, next_ids [R] int64, tokens [R, g+1] int64 (accepted drafts, the
+        next token, then -1), p_draft, p_target [R, g] fp32, laws (the target's, per row), damaged [R] int32 (1: the
+        logits are no numbers; the request must end). The rule is engine/acceptance.py's.
+
+    from sparkchat.kernels.planner import plan_lengths
+    plan_lengths(confidence, temperatures, limits, cost_ms, verify_lens, *, extra_rows=0, budget=None)
+        confidence [R, g] fp32 raw logits, temperatures [g] fp32, limits [R] int32 (-1: no such request), cost_ms
+        [rows+1] fp64: milliseconds of a step by its rows (entry 0 unused). Fills verify_lens [R] int32 by Algorithm 1
+        with early stop, R*g <= 4096; with budget [1] int32 instead the ``budget`` likeliest drafts of the batch.
+
+Programmatic dependent launch: ``sparkchat.kernels.launch.overlap(True)`` lets each kernel's start overlap the end of
+the one before it on the stream (all kernels here wait for their inputs before they read them). Off unless asked for.
+"""
