@@ -28,6 +28,9 @@ Event = dict[str, Any]
 _SHUTDOWN_SECONDS = 2.0
 _READ_BYTES = 1 << 16
 _PROGRAM = "from sparkchat.engine.worker import main; main()"
+_WAITING = {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}
+"""How OpenMP threads wait for each other. Left alone they spin for long, which on cores that others use keeps the very
+thread they wait for from running: steps of 200 to 600 ms instead of 90 to 120. What the user set stays."""
 
 
 class EngineClient:
@@ -212,6 +215,8 @@ def _child_environment() -> dict[str, str]:
     root = str(Path(sparkchat.__file__).resolve().parent.parent)
     paths = [root, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
     environment["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
+    if not environment.keys() & _WAITING:
+        environment["GOMP_SPINCOUNT"] = "1000"
     return environment
 
 

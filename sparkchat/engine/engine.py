@@ -54,7 +54,16 @@ class Engine:
         return self._scheduler.has_work
 
     def submit(self, request: GenerateRequest) -> list[Event]:
-        """Queue a request. One that cannot run yields its ``end`` event with the reason at once."""
+        """Queue a request. One that cannot run yields its ``end`` event with the reason at once.
+
+        A request with the id of one that has not ended is refused with an ``end`` event of id None, which nobody takes
+        for the end of the other.
+        """
+        if self._scheduler.find(request.id) is not None:
+            error = UsageError(
+                f"a request with the id {request.id!r} is under way; give another id, or wait for its end"
+            )
+            return [self.refuse(None, error, request.mode)]
         try:
             state, notices = self._admission.admit(request)
             found = self._find_cost(request.mode or self.mode)
@@ -113,6 +122,8 @@ class Engine:
 
     def generate(self, requests: Sequence[GenerateRequest]) -> list[dict[str, Any]]:
         """Results in the order of ``requests``, whose ids must differ; all of them share the batch."""
+        if len({request.id for request in requests}) < len(requests):
+            raise UsageError("two requests have one id; give every request an id of its own")
         results: dict[str, dict[str, Any]] = {}
         for request in requests:
             self._collect(self.submit(request), results)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import torch
@@ -32,6 +32,9 @@ class TargetRows:
     """[N] int64; None when no request is greedy."""
     is_greedy: tuple[bool, ...]
     """Per request."""
+    damaged_from: dict[int, int] = field(default_factory=dict)
+    """Of requests with logits that are no numbers behind some draft: how many drafts stand before the first such row.
+    Harmless unless all of them are accepted."""
 
 
 def target_laws(
@@ -39,15 +42,18 @@ def target_laws(
 ) -> TargetRows:
     """logits [N, V] float32, changed in place, to laws.
 
-    Row ``row_starts[r] + i`` of request r stands behind its first i drafts. A request whose logits are not
-    numbers, or whose settings leave no token, ends with an error; its rows become uniform and are not used.
+    Row ``row_starts[r] + i`` of request r stands behind its first i drafts. A request whose first row is not of
+    numbers, or whose settings leave no token, ends with an error; rows that are none become uniform.
     """
+    damaged_from: dict[int, int] = {}
     bad = ~logits.amax(dim=1).isfinite()
     if bool(bad.any()):
         logits[bad] = 0.0
-        for state, first, last in zip(states, row_starts, row_starts[1:], strict=False):
-            if bool(bad[first:last].any()):
-                state.finish("error", error=DAMAGED_MODEL)
+        for r, (first, last) in enumerate(pairwise(row_starts)):
+            if bool(bad[first]):
+                states[r].finish("error", error=DAMAGED_MODEL)
+            elif bool(bad[first:last].any()):
+                damaged_from[r] = int(bad[first:last].int().argmax())
     for state, tokens, first, last in zip(states, drafts, row_starts, row_starts[1:], strict=False):
         extra = [tuple(tokens[:i]) for i in range(last - first)]
         try:
@@ -59,7 +65,8 @@ def target_laws(
     law = None
     if not all(is_greedy):
         law = _laws(logits, states, [last - first for first, last in pairwise(row_starts)])
-    return TargetRows(logits, law, sampling.argmax_ids(logits) if any(is_greedy) else None, is_greedy)
+    argmax = sampling.argmax_ids(logits) if any(is_greedy) else None
+    return TargetRows(logits, law, argmax, is_greedy, damaged_from)
 
 
 def draw_next(rows: TargetRows, uniforms: Tensor) -> list[int]:

@@ -65,6 +65,7 @@ def load_pair(spec: LoadSpec, progress: Progress) -> tuple[LoadedPair, TextModel
         temperatures=spec.temperatures,
         context=context,
         kv_bytes_per_token=target.config.kv_bytes_per_token,
+        damaged_ids=target.embedding.damaged_ids(),
     )
     return pair, text
 

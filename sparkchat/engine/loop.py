@@ -17,7 +17,8 @@ from sparkchat.engine.acceptance import Acceptance, accept
 from sparkchat.engine.batch import pack_rows
 from sparkchat.engine.calibration import survival
 from sparkchat.engine.drafting import Draft, propose
-from sparkchat.engine.laws import DAMAGED_DRAFTER, TargetRows, target_laws
+from sparkchat.engine.laws import DAMAGED_DRAFTER, DAMAGED_MODEL, TargetRows, target_laws
+from sparkchat.engine.logprobs import keep_scores
 from sparkchat.engine.pair import LoadedPair
 from sparkchat.engine.records import StepClock, step_event
 from sparkchat.engine.request import RequestState
@@ -44,7 +45,7 @@ def decode_step(
     clock.lap("plan_ms")
     target, starts, features = _verify(pair, states, draft, lengths)
     clock.lap("verify_ms")
-    accepted = _accept(target, starts, states, draft, lengths)
+    accepted = _accept(target, starts, states, draft, lengths, pair.damaged_ids)
     events = _commit(pair, states, intents, lengths, draft, accepted, features, starts, alive, target, clock)
     return events
 
@@ -65,16 +66,21 @@ def _verify(
     """Run [anchor, drafts...] of every request through the target.
 
     Returns what the target says at each of the N rows, the first row of each request, and the tapped features.
+    A draft whose embedding is damaged is judged like any other, but another token runs in its place: numbers that are
+    none would reach every row of the request through the cache. ``_accept`` lets nothing behind it count.
     """
     drafts = [[]] * len(states) if draft is None else draft.proposal.ids.tolist()
     runs = [
         [state.anchor, *ids[: chosen.verify_len]] for state, ids, chosen in zip(states, drafts, lengths, strict=True)
     ]
-    batch = pack_rows(runs, [s.kv_len for s in states], [s.slot.row for s in states], pair.device)
+    sound = [[run[0], *(run[0] if i in pair.damaged_ids else i for i in run[1:])] for run in runs]
+    batch = pack_rows(sound, [s.kv_len for s in states], [s.slot.row for s in states], pair.device)
     hidden, features = pair.target.forward(batch, pair.cache, pair.tap_layers)
     for index in draft.damaged if draft else ():
         states[index].finish("error", error=DAMAGED_DRAFTER)
-    target = target_laws(pair.target.logits(hidden), states, batch.row_starts, [run[1:] for run in runs])
+    logits = pair.target.logits(hidden)
+    keep_scores(logits, states, batch.row_starts)
+    target = target_laws(logits, states, batch.row_starts, [run[1:] for run in runs])
     return target, list(batch.row_starts), features
 
 
@@ -84,12 +90,19 @@ def _accept(
     states: Sequence[RequestState],
     draft: Draft | None,
     lengths: Sequence[StepLengths],
+    damaged_ids: frozenset[int],
 ) -> Acceptance:
+    """The outcome on the host. A draft with a damaged embedding is the last token that may be committed: the step
+    behind it then ends the request, as it does in plain decoding."""
     seeds, rounds = [s.seed for s in states], [s.round for s in states]
     width = 1 if draft is None else draft.proposal.ids.shape[1]
     caps = None
-    if any(chosen.cap is not None for chosen in lengths):
-        caps = torch.tensor([c.verify_len if c.cap is None else c.cap for c in lengths])
+    if damaged_ids or any(chosen.cap is not None for chosen in lengths):
+        ends = [c.verify_len if c.cap is None else c.cap for c in lengths]
+        if damaged_ids and draft is not None:
+            blocks = draft.proposal.ids.tolist()
+            ends = [_before(damaged_ids, ids[:end]) for ids, end in zip(blocks, ends, strict=True)]
+        caps = torch.tensor(ends)
     accepted = accept(
         target.law,
         torch.tensor(starts[:-1]),
@@ -101,7 +114,16 @@ def _accept(
         greedy=target.is_greedy,
         target_argmax=target.argmax,
     )
-    return accepted.on_host()
+    accepted = accepted.on_host()
+    for r, row in target.damaged_from.items():
+        if row <= int(accepted.accepted_len[r]):
+            states[r].finish("error", error=DAMAGED_MODEL)
+    return accepted
+
+
+def _before(damaged_ids: frozenset[int], ids: Sequence[int]) -> int:
+    """How many of ``ids`` come before the first damaged one."""
+    return next((k for k, token in enumerate(ids) if token in damaged_ids), len(ids))
 
 
 def _commit(

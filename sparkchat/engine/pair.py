@@ -32,6 +32,8 @@ class LoadedPair:
     context: int = 0
     """Most tokens of one request, prompt and answer together."""
     kv_bytes_per_token: int = 0
+    damaged_ids: frozenset[int] = frozenset()
+    """Tokens whose embedding in the target is not of numbers."""
 
     @property
     def block_size(self) -> int:

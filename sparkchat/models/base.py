@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from sparkchat.models.kv_cache import KVCache
+from sparkchat.models.layers import Embedding
 from sparkchat.models.shape import DecoderShape
 
 __all__ = ["ForwardBatch", "KVCache", "ModelConfig", "TargetModel"]
@@ -82,6 +83,7 @@ class TargetModel(Protocol):
     """A decoder that yields the law of the next token."""
 
     config: ModelConfig
+    embedding: Embedding
 
     def new_cache(self, max_rows: int, context: int, max_block: int) -> KVCache:
         """Room for ``max_rows`` requests of ``context`` positions and spans of ``max_block`` rows."""

@@ -11,6 +11,8 @@ from sparkchat.models.linear import Linear, make_linear
 from sparkchat.models.quant import GroupedWeight, Weight
 from sparkchat.models.shape import DecoderShape
 
+_CHECKED_ROWS = 8192
+
 
 class RMSNorm:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension, in float32."""
@@ -50,6 +52,12 @@ class Embedding:
         if isinstance(self._table, GroupedWeight):
             return self._table.rows(token_ids).dense()
         return self._table[token_ids].float()
+
+    def damaged_ids(self) -> frozenset[int]:
+        """Tokens whose row is not of numbers."""
+        parts = torch.arange(self.num_rows).split(_CHECKED_ROWS)
+        found = torch.cat([part[~self(part).isfinite().all(dim=1).cpu()] for part in parts])
+        return frozenset(found.tolist())
 
 
 class SwiGLU:

@@ -9,7 +9,7 @@ from typing import Any, TextIO
 from sparkchat import strict_json
 from sparkchat.client import EngineClient
 from sparkchat.config import RunConfig
-from sparkchat.errors import EngineCrash, SparkchatError
+from sparkchat.errors import EngineCrash, error_from_name
 from sparkchat.params import GenerateRequest
 from sparkchat.ui.answering import Answerer, Signals
 from sparkchat.ui.bridge import Engine, Event
@@ -64,7 +64,7 @@ def run_one_shot(
     if signals.exit_code is not None:
         return signals.exit_code
     if result["finish_reason"] == "error":
-        raise SparkchatError(result.get("error") or "the engine refused the request")
+        raise error_from_name(end.get("error", ""), result.get("error") or "the engine refused the request")
     return 0
 
 
@@ -161,7 +161,7 @@ class JsonLinesPrinter:
 
     def _end(self, result: dict[str, Any], request_id: str, thinking: str) -> None:
         self._has_ended = True
-        _print_json({"event": "end", "id": request_id, **result, "result": result, "thinking": thinking})
+        _print_json({"event": "end", "id": request_id, **result, "thinking": thinking})
 
 
 _PRINTERS = {"text": TextPrinter, "json": JsonPrinter, "jsonl": JsonLinesPrinter}

@@ -206,3 +206,8 @@ def test_one_answer_is_text_json_or_events(tmp_path: Path) -> None:
     assert kinds[-1] == "end"
     assert "".join(e["text"] for e in events if e["event"] == "delta") == text
     assert [i for e in events if e["event"] == "delta" for i in e["token_ids"]] == result["token_ids"]
+    refused = sparkchat(*shared, "--json", "--prompt-ids", "99999")
+    assert refused.code == 2  # the engine's refusal of what was typed
+    assert refused.err.count("\n") == 1
+    assert "99999 is not a token" in refused.err
+    assert parse_strict(refused.out)["finish_reason"] == "error"

@@ -220,6 +220,24 @@ def test_a_library_in_the_current_folder_is_not_imported(tmp_path: Path, monkeyp
         assert "site-packages" in client.poll(60)[0]["file"]
 
 
+@pytest.mark.parametrize(
+    ("given", "spins"),
+    [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)],
+    ids=str,
+)
+def test_threads_of_the_engine_do_not_spin_for_long(
+    given: dict[str, str], spins: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless the user says how they wait."""
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    tell = 'event({"event": "told", "spins": os.environ.get("GOMP_SPINCOUNT")})'
+    with play(monkeypatch, tell, "time.sleep(60)") as client:
+        assert client.poll(10) == [{"event": "told", "spins": spins}]
+
+
 PARENT = """
 import sys
 from sparkchat import client

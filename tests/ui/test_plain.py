@@ -62,7 +62,8 @@ def test_jsonl_is_the_stream_of_events() -> None:
     kinds = [event["event"] for event in events]
     assert code == 0 and kinds[0] == "start" and kinds[-1] == "end" and set(kinds) == {"start", "delta", "step", "end"}
     text = "".join(e["text"] for e in events if e["event"] == "delta" and e["channel"] == "answer")
-    assert text == events[-1]["text"] == events[-1]["result"]["text"] == SCRIPTS["short"]
+    assert text == events[-1]["text"] == SCRIPTS["short"]
+    assert "result" not in events[-1]  # the event is the result
     ids = [token for e in events if e["event"] == "delta" for token in e["token_ids"]]
     assert ids == events[-1]["token_ids"]
     assert {"verify_len", "survival", "committed_ids"} <= set(next(e for e in events if e["event"] == "step"))
