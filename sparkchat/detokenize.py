@@ -66,6 +66,12 @@ def token_text(tokenizer: Any, token_id: int) -> str:
     return stream.push(token_id, token) + stream.flush()
 
 
+def token_bytes(tokenizer: Any, token_id: int) -> bytes:
+    """The bytes of one token on its own, special or not; empty for an id that the tokenizer does not know."""
+    token = token_of(tokenizer, token_id)
+    return b"" if token is None else _stream_for(tokenizer, keep_leading_space=True).bytes_of(token_id, token)
+
+
 def special_token_ids(tokenizer: Any) -> frozenset[int]:
     """Ids whose text is left out of answers: added tokens flagged special."""
     added = getattr(tokenizer, "added_tokens_decoder", None)
@@ -94,6 +100,8 @@ class _TextStream(Protocol):
     def push(self, token_id: int, token: str) -> str: ...
 
     def flush(self) -> str: ...
+
+    def bytes_of(self, token_id: int, token: str) -> bytes: ...
 
 
 def _stream_for(tokenizer: Any, *, keep_leading_space: bool = False) -> _TextStream:
@@ -151,16 +159,16 @@ class _ByteLevelStream:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token_id: int, token: str) -> str:
-        if self._respell is not None:
-            token = self._respell.decode([token])
-        return self._utf8.decode(self._bytes(token))
+        return self._utf8.decode(self.bytes_of(token_id, token))
 
     def flush(self) -> str:
         rest = self._utf8.decode(b"", final=True)
         self._utf8.reset()
         return rest
 
-    def _bytes(self, token: str) -> bytes:
+    def bytes_of(self, token_id: int, token: str) -> bytes:
+        if self._respell is not None:
+            token = self._respell.decode([token])
         try:
             return bytes([_BYTE_OF[char] for char in token])
         except KeyError:
@@ -190,6 +198,12 @@ class _ByteFallbackStream:
 
     def flush(self) -> str:
         return self._stripped(self._end_run())
+
+    def bytes_of(self, token_id: int, token: str) -> bytes:
+        if self._respell is not None:
+            token = self._respell.decode([token])
+        spelled = _BYTE_TOKEN.fullmatch(token)
+        return bytes([int(spelled[1], 16)]) if spelled else token.encode("utf-8", "replace")
 
     def _certain_of_run(self) -> str:
         complete, is_wrong = _complete_utf8(self._run)
@@ -265,6 +279,9 @@ class _WindowStream:
         text = self._gain() if self._held else ""
         self._held = []
         return text
+
+    def bytes_of(self, token_id: int, token: str) -> bytes:
+        return self._decode([token_id]).encode("utf-8", "replace")
 
     def _gain(self) -> str:
         before, after = self._decode(self._context), self._decode(self._context + self._held)

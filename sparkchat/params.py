@@ -14,6 +14,9 @@ from sparkchat.errors import UsageError
 Mode = Literal["off", "static", "compact", "cap-accept"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 
+MOST_LOGPROBS = 20
+"""Most tokens reported at one position, beside the delivered one."""
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -106,6 +109,8 @@ class GenerateRequest:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     session: str | None = None
     """Requests of one session share a KV timeline: the common prefix is not computed again."""
+    logprobs: int | None = None
+    """Report each delivered token's log-probability, and those of this many likeliest tokens; None reports none."""
 
     def __post_init__(self) -> None:
         given = [n for n in ("prompt", "messages", "prompt_ids") if getattr(self, n) is not None]
@@ -115,6 +120,8 @@ class GenerateRequest:
             raise UsageError(f"mode {self.mode!r} is unknown; give one of {', '.join(MODES)}")
         if self.block_size is not None and (not isinstance(self.block_size, int) or self.block_size < 1):
             raise UsageError(f"block_size {self.block_size!r} is not possible; give a whole number of 1 or more")
+        if self.logprobs is not None and not (type(self.logprobs) is int and 0 <= self.logprobs <= MOST_LOGPROBS):
+            raise UsageError(f"logprobs {self.logprobs!r} is not possible; give 0 to {MOST_LOGPROBS}")
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -183,6 +190,12 @@ class LoadSpec:
     """Where measured cost tables are kept; None keeps none."""
     revision: str | None = None
     drafter_revision: str | None = None
+    graphs: bool | None = None
+    """CUDA graphs: None captures them where they can be, True asks for them, False takes the reference path."""
+    dummy_weights: bool = False
+    """Random weights in the shapes of the config.json files, which are all that is read."""
+    simulate_acceptance: str | None = None
+    """Accept drafts by this profile instead of by the models' laws; see simulation.py."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -196,7 +209,9 @@ class LoadSpec:
             raise UsageError(f"load spec has unknown keys {sorted(unknown)}")
         if data.get("cost_table") is not None:
             table = dict(data["cost_table"])
-            data["cost_table"] = CostTable(**{**table, "rows": tuple(table["rows"]), "step_ms": tuple(table["step_ms"])})
+            data["cost_table"] = CostTable(
+                **{**table, "rows": tuple(table["rows"]), "step_ms": tuple(table["step_ms"])}
+            )
         if data.get("temperatures") is not None:
             data["temperatures"] = tuple(data["temperatures"])
         return cls(**data)

@@ -88,6 +88,8 @@ class Admission:
                 f"the prompt has {len(prompt_ids)} tokens, and the context holds {context} with the answer; "
                 "shorten it, or give a larger --context"
             )
+        if request.logprobs is not None and self._text.tokenizer is None:
+            raise UsageError(f"logprobs were asked for, but {self._spec.name} has no tokenizer; leave them out")
         if request.sampling.stop and self._text.tokenizer is None:
             raise UsageError(f"stop strings were given, but {self._spec.name} has no tokenizer; leave --stop out")
 

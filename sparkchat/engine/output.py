@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sparkchat.detokenize import Detokenizer, token_text
+from sparkchat.detokenize import Detokenizer, token_bytes, token_text
 from sparkchat.engine.stopping import StopRules, StopStrings
 from sparkchat.thinking import ThinkingSplitter
 
@@ -52,6 +52,7 @@ class OutputStream:
         self._strings = self._fresh_strings()
         self._texts: dict[str, list[str]] = {"answer": [], "thinking": []}
         self._shown: dict[int, str] = {}
+        self._spelled: dict[int, bytes] = {}
 
     @property
     def eos_ids(self) -> frozenset[int]:
@@ -72,6 +73,14 @@ class OutputStream:
         if token_id not in self._shown:
             self._shown[token_id] = token_text(self._tokenizer, token_id)
         return self._shown[token_id]
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """The bytes of one token by itself, which need not be whole characters."""
+        if self._tokenizer is None:
+            return b""
+        if token_id not in self._spelled:
+            self._spelled[token_id] = token_bytes(self._tokenizer, token_id)
+        return self._spelled[token_id]
 
     def push(self, run: Sequence[int], num_delivered: int) -> Delta:
         """Deliver the tokens of a run, committed after ``num_delivered`` delivered ones, up to the first end."""

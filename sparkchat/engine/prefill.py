@@ -11,6 +11,7 @@ import torch
 from sparkchat.engine import rng
 from sparkchat.engine.batch import pack_rows
 from sparkchat.engine.laws import draw_next, target_laws
+from sparkchat.engine.logprobs import keep_scores
 from sparkchat.engine.pair import LoadedPair
 from sparkchat.engine.request import RequestState
 from sparkchat.engine.slots import FLUSH_ROWS, flush_contexts
@@ -53,6 +54,7 @@ def prefill_step(pair: LoadedPair, states: Sequence[RequestState]) -> list[dict[
 def _first_tokens(pair: LoadedPair, states: Sequence[RequestState], logits: torch.Tensor) -> list[dict[str, Any]]:
     """logits [R, V] of the last prompt rows -> the first token of every answer."""
     events: list[dict[str, Any]] = []
+    keep_scores(logits, states, range(len(states) + 1))
     rows = target_laws(logits, states, range(len(states) + 1), [()] * len(states))
     uniforms = rng.uniforms([s.seed for s in states], [0] * len(states), 0, 1, rng.NEXT)
     chosen = draw_next(rows, uniforms[:, 0])

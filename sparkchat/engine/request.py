@@ -47,6 +47,8 @@ class RequestState:
     error: str | None = None
     statistics: SpeculationStatistics = field(default_factory=SpeculationStatistics)
     gate: DraftGate = field(default_factory=DraftGate)
+    scores: Any = None
+    """engine.logprobs.Scores of the rows that decide the next run; None when nobody asked for them."""
     submitted_ns: int = field(default_factory=time.monotonic_ns)
     first_token_ns: int | None = None
     last_token_ns: int | None = None
@@ -110,7 +112,7 @@ class RequestState:
     def deliver(self, run: list[int], origins: list[str], events: list[dict[str, Any]]) -> int:
         """Commit a run of tokens; deliver those before the first stop. Returns how many were delivered.
 
-        Appends the ``delta`` event. Tokens behind a stop are committed to the cache but to nothing else.
+        Appends the ``delta`` event, with log-probabilities where they were asked for. Tokens behind a stop are committed to the cache but to nothing else.
         """
         self.tokens.extend(run)
         delta = self.output.push(run, len(self.delivered))
@@ -120,17 +122,19 @@ class RequestState:
         self.last_token_ns = time.monotonic_ns()
         if delta.finish_reason is not None:
             self.finish(delta.finish_reason, stop=delta.stop)
+        logprobs = None if self.scores is None else self.scores.of(delivered, self.output)
         for part in delta.parts:
-            events.append(
-                {
-                    "event": "delta",
-                    "id": self.id,
-                    "text": part.text,
-                    "token_ids": part.token_ids,
-                    "channel": part.channel,
-                    "origins": [origins[i] for i in part.indices],
-                }
-            )
+            event = {
+                "event": "delta",
+                "id": self.id,
+                "text": part.text,
+                "token_ids": part.token_ids,
+                "channel": part.channel,
+                "origins": [origins[i] for i in part.indices],
+            }
+            if logprobs is not None:
+                event["logprobs"] = [logprobs[i] for i in part.indices]
+            events.append(event)
         return len(delivered)
 
     def close(self, reason: str, events: list[dict[str, Any]]) -> None:
