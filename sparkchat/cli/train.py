@@ -35,6 +35,7 @@ def train(
     draft_vocab: Annotated[int, typer.Option(min=1, help="Ids the drafter can propose.")] = 16384,
     mask_token_id: Annotated[int | None, typer.Option(help="Id behind the anchor. [default: last special id]")] = None,
     learning_rate: Annotated[float, typer.Option(min=0.0, help="Peak learning rate.")] = 1e-3,
+    optimizer: Annotated[str, typer.Option(help="adamw, or muon for the hidden matrices.")] = "adamw",
     loss_temperature: Annotated[
         str, typer.Option(help="Temperatures at which the losses compare, as T or T/REPETITION_PENALTY, by commas.")
     ] = "1.0",
@@ -44,6 +45,9 @@ def train(
     eval_prompts: Annotated[int, typer.Option(min=0, help="Held-out chats decoded at the end; 0: none.")] = 256,
     compile_target: Annotated[bool, typer.Option("--compile/--no-compile", help="Compile target layers.")] = False,
     device: Annotated[str, typer.Option(help="cuda, cuda:N or cpu. [default: cuda where there is one]")] = "auto",
+    writer_device: Annotated[
+        str | None, typer.Option(help="A second device, where the target goes on writing while the drafter trains.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed of data and training.")] = 42,
     offline: Annotated[bool, typer.Option("--offline", help="Fetch nothing.")] = False,
 ) -> None:
@@ -74,11 +78,13 @@ def train(
             slots_per_sequence=slots,
             loss_sampling=_loss_sampling(loss_temperature),
             start_from=start_from,
+            optimizer=optimizer,
             learning_rate=learning_rate,
             seed=seed,
         ),
         eval_prompts=eval_prompts,
         compile_target=compile_target,
+        writer_device=writer_device,
     )
     folder = run_training(run, typer.echo)
     typer.echo(f"try it: sparkchat run {target} --drafter {folder}")

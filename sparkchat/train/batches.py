@@ -6,6 +6,7 @@ B sequences, L positions, A anchors a sequence, g block length.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from zipfile import BadZipFile
 
 import numpy as np
 import torch
@@ -44,49 +45,68 @@ def save_conversations(written: Conversations, path: Path) -> None:
     """One wave as an npz file; ids below 65536 take two bytes each."""
     ids = written.ids.numpy()
     small = ids.max() < 2**16
-    np.savez(path, ids=ids.astype(np.uint16 if small else np.int32), is_answer=written.is_answer.numpy())
+    partial = path.with_suffix(".part")
+    with partial.open("wb") as file:
+        np.savez(file, ids=ids.astype(np.uint16 if small else np.int32), is_answer=written.is_answer.numpy())
+    partial.replace(path)
 
 
 def load_conversations(folder: Path) -> list[Conversations]:
     """All waves saved in ``folder``. Raises UsageError when there are none, DamagedFile for an unreadable one."""
-    waves = []
-    for path in sorted(folder.glob("*.npz")):
-        try:
-            with np.load(path) as file:
-                ids, is_answer = file["ids"].astype(np.int32), file["is_answer"]
-        except (OSError, ValueError, KeyError) as error:
-            raise DamagedFile(f"{path}: not a file of conversations ({error})") from error
-        waves.append(Conversations(torch.from_numpy(ids), torch.from_numpy(is_answer)))
+    waves = [load_wave(path) for path in sorted(folder.glob("*.npz"))]
     if not waves:
         raise UsageError(f"no conversations in {folder}; generate some first")
     return waves
 
 
+def load_wave(path: Path) -> Conversations:
+    """One saved wave. Raises DamagedFile."""
+    try:
+        with np.load(path) as file:
+            ids, is_answer = file["ids"].astype(np.int32), file["is_answer"]
+    except (OSError, ValueError, KeyError, BadZipFile) as error:
+        raise DamagedFile(f"{path}: not a file of conversations ({error})") from error
+    return Conversations(torch.from_numpy(ids), torch.from_numpy(is_answer))
+
+
 class BatchStream:
-    """Endless shuffled batches; every visit of a sequence draws new anchors."""
+    """Endless shuffled batches; every visit of a sequence draws new anchors.
+
+    Sequences seen least often come first, so that waves added on the way are read before the others are repeated.
+    """
 
     def __init__(self, waves: list[Conversations], recipe: Recipe, block_size: int, device: str, seed: int) -> None:
         self.recipe, self.block_size, self.device = recipe, block_size, device
-        self.waves = [Conversations(wave.ids.to(device), wave.is_answer.to(device)) for wave in waves]
         self.random = torch.Generator().manual_seed(seed)
         self.device_random = torch.Generator(device=device).manual_seed(seed)
+        self.waves: list[Conversations] = []
+        self._unseen: list[tuple[int, Tensor]] = []
+        for wave in waves:
+            self.add(wave)
+
+    def add(self, wave: Conversations) -> None:
+        """Puts one more wave among the sequences that have not been seen."""
+        self.waves.append(Conversations(wave.ids.to(self.device), wave.is_answer.to(self.device)))
+        self._unseen += self._pieces(len(self.waves) - 1)
+
+    def _pieces(self, number: int) -> list[tuple[int, Tensor]]:
+        """A wave cut into batches of equal token counts, its rows in random order."""
+        rows, length = self.waves[number].ids.shape
+        size = min(rows, max(1, self.recipe.tokens_per_batch // length))
+        # Moved once a pass: a copy to the device in each step would wait for the step before.
+        order = torch.randperm(rows, generator=self.random).to(self.device)
+        return [(number, order[i : i + size]) for i in range(0, rows - size + 1, size)]
 
     def __iter__(self) -> Iterator[Batch]:
         while True:
-            yield from self._epoch()
-
-    def _epoch(self) -> Iterator[Batch]:
-        """Each sequence once: batches of equal token counts, in random order over all lengths."""
-        pieces = []
-        for number, wave in enumerate(self.waves):
-            rows, length = wave.ids.shape
-            size = min(rows, max(1, self.recipe.tokens_per_batch // length))
-            # Moved once an epoch: a copy to the device in each step would wait for the step before.
-            order = torch.randperm(rows, generator=self.random).to(self.device)
-            pieces += [(number, order[i : i + size]) for i in range(0, rows - size + 1, size)]
-        for index in torch.randperm(len(pieces), generator=self.random).tolist():
-            number, rows = pieces[index]
+            number, rows = self._next_piece()
             yield self.batch(self.waves[number].ids[rows].long(), self.waves[number].is_answer[rows])
+
+    def _next_piece(self) -> tuple[int, Tensor]:
+        """A random piece of those that this pass has not seen; a new pass over all waves when there are none."""
+        if not self._unseen:
+            self._unseen = [piece for number in range(len(self.waves)) for piece in self._pieces(number)]
+        return self._unseen.pop(int(torch.randint(len(self._unseen), (), generator=self.random)))
 
     def batch(self, ids: Tensor, is_answer: Tensor) -> Batch:
         """Sequences with freshly drawn anchors and block length."""

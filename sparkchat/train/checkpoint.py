@@ -1,18 +1,20 @@
 """Saves the drafter in the published layout, and the trainer's own state for resuming."""
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
-from pickle import UnpicklingError
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from sparkchat.errors import DamagedFile, ModelNotFound
 from sparkchat.train.drafter import TrainingDrafter
+from sparkchat.train.optimizer import DrafterOptimizer
 
-STATE_FILE = "training_state.pt"
+STATE_FILE = "training_state/state.safetensors"
+"""In a folder of its own: readers of a drafter take every .safetensors file beside its config"""
 
 
 def export_drafter(drafter: TrainingDrafter, draft_to_target: Tensor, num_anchors: int, folder: Path) -> None:
@@ -69,20 +71,52 @@ def drafter_config(drafter: TrainingDrafter, num_anchors: int) -> dict[str, obje
     }
 
 
+@dataclass(frozen=True)
+class TrainingState:
+    """What a later cycle goes on from."""
+
+    drafter: dict[str, Tensor]
+    """fp32 weights and buffers by name"""
+    moments: dict[str, Tensor]
+    """The optimiser's state, as DrafterOptimizer.state_tensors names it"""
+    draft_to_target: Tensor
+    num_steps: int
+    cycle: int
+
+
 def save_state(
-    path: Path, drafter: TrainingDrafter, optimizer: torch.optim.Optimizer, progress: dict[str, object]
+    path: Path,
+    drafter: TrainingDrafter,
+    optimizer: DrafterOptimizer,
+    draft_to_target: Tensor,
+    num_steps: int,
+    cycle: int,
 ) -> None:
-    """Everything a later cycle needs: fp32 weights, optimiser moments, the draft vocabulary and counters."""
+    """Writes a TrainingState to ``path`` (safetensors), whole or not at all."""
+    tensors = {f"drafter:{name}": value for name, value in drafter.state_dict().items()}
+    tensors |= {f"moments:{name}": value for name, value in optimizer.state_tensors().items()}
+    tensors = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
+    tensors["draft_to_target"] = draft_to_target.cpu()
+    path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".part")
-    torch.save({"drafter": drafter.state_dict(), "optimizer": optimizer.state_dict(), **progress}, partial)
+    save_file(tensors, partial, metadata={"num_steps": str(num_steps), "cycle": str(cycle)})
     partial.replace(path)
 
 
-def load_state(path: Path, device: str) -> dict[str, object]:
+def load_state(path: Path, device: str) -> TrainingState:
     """Raises DamagedFile when the file at ``path`` is not a training state."""
     try:
-        return torch.load(path, map_location=device, weights_only=True)
-    except (OSError, RuntimeError, EOFError, UnpicklingError) as error:
+        with safe_open(path, framework="pt", device=str(device)) as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+            counters = file.metadata() or {}
+        parts: dict[str, dict[str, Tensor]] = {"drafter": {}, "moments": {}}
+        draft_to_target = tensors.pop("draft_to_target").cpu()
+        for name, value in tensors.items():
+            part, _, rest = name.partition(":")
+            parts[part][rest] = value
+        return TrainingState(**parts, draft_to_target=draft_to_target, num_steps=int(counters["num_steps"]),
+                             cycle=int(counters["cycle"]))  # fmt: skip
+    except (OSError, SafetensorError, KeyError, ValueError) as error:
         raise DamagedFile(f"{path}: not a training state; remove it to start afresh") from error
 
 

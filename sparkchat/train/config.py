@@ -5,6 +5,8 @@ from pathlib import Path
 
 from sparkchat.errors import UsageError
 
+OPTIMIZERS = ("adamw", "muon")
+
 
 @dataclass(frozen=True)
 class DrafterShape:
@@ -67,6 +69,8 @@ class Recipe:
     short_block_share: float = 0.3
     """Share of steps whose blocks are shorter than the drafter's block size."""
     shortest_block: int = 3
+    optimizer: str = "adamw"
+    """``adamw``, or ``muon`` for the hidden matrices with AdamW for the rest"""
     learning_rate: float = 1e-3
     warmup_share: float = 0.04
     grad_clip: float = 1.0
@@ -79,6 +83,8 @@ class Recipe:
         for temperature, penalty in self.loss_sampling:
             if not (0 < temperature <= 2 and 0 < penalty <= 2):
                 raise UsageError(f"loss temperature {temperature}, penalty {penalty}: both must be in (0, 2]")
+        if self.optimizer not in OPTIMIZERS:
+            raise UsageError(f"--optimizer {self.optimizer}: choose one of {', '.join(OPTIMIZERS)}")
         if self.minutes <= 0:
             raise UsageError(f"--minutes {self.minutes}: must be positive")
         if not 0 <= self.short_block_share <= 1:

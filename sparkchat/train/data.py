@@ -18,25 +18,30 @@ from sparkchat.train.target import Target
 
 Report = Callable[[str], None]
 
+TRAINING, FRESH, HELD_OUT = "training", "fresh", "held-out"
+"""Subfolders of a data folder; fresh conversations come while the drafter trains"""
+
 
 @dataclass(frozen=True)
 class TrainingData:
     training: list[Conversations]
     held_out: list[Conversations]
     """Written for held-out prompts; never trained on"""
+    fresh: Path | None = None
+    """Folder that is looked into for more waves while training"""
 
 
 def prepare_data(target: Target, tokens: ChatTokens, plan: DataPlan, folder: Path, report: Report) -> TrainingData:
     """Conversations in ``folder``; waves are written until there are as many tokens as planned."""
     training_book, held_out_book = prompt_books()
-    held_out = WaveFolder(folder / "held-out", target, tokens, plan, held_out_book, report)
+    held_out = WaveFolder(folder / HELD_OUT, target, tokens, plan, held_out_book, report)
     if not held_out.num_waves():
         held_out.add(plan.held_out_rows, plan.held_out_length)
-    training = WaveFolder(folder / "training", target, tokens, plan, training_book, report)
+    training = WaveFolder(folder / TRAINING, target, tokens, plan, training_book, report)
     while training.num_tokens() < plan.tokens:
         length = plan.lengths[training.num_waves() % len(plan.lengths)]
         training.add(max(1, plan.wave_tokens // length), length)
-    return TrainingData(load_conversations(training.folder), load_conversations(held_out.folder))
+    return TrainingData(load_conversations(training.folder), load_conversations(held_out.folder), folder / FRESH)
 
 
 class WaveFolder:

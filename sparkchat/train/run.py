@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from sparkchat.train.data import prepare_data
 from sparkchat.train.evaluate import default_settings, evaluate
 from sparkchat.train.target import load_target
 from sparkchat.train.trainer import Trainer
+from sparkchat.train.writer import background_writer
 
 
 @dataclass(frozen=True)
@@ -34,20 +36,27 @@ class TrainingRun:
     """Held-out chats decoded at the end; 0 skips the measurement"""
     eval_tokens: int = 256
     compile_target: bool = False
+    writer_device: str | None = None
+    """A second device, on which the target goes on writing conversations while the drafter trains"""
 
 
 def run_training(run: TrainingRun, report: Callable[[str], None]) -> Path:
     """Trains a drafter and returns its folder; resumes with a new cycle where the folder holds a training state."""
-    if run.device.startswith("cuda") and not torch.cuda.is_available():
-        raise UsageError(f"--device {run.device}: this machine has no usable CUDA device; use --device cpu")
+    for flag, device in (("--device", run.device), ("--writer-device", run.writer_device or "cpu")):
+        if device.startswith("cuda") and not torch.cuda.is_available():
+            raise UsageError(f"{flag} {device}: this machine has no usable CUDA device; use {flag} cpu")
     dtype = torch.bfloat16 if run.device.startswith("cuda") else torch.float32
     run.out.mkdir(parents=True, exist_ok=True)
     target = load_target(run.target, device=run.device, dtype=dtype)
     tokens = load_chat_tokens(run.target)
-    data = prepare_data(target, tokens, run.plan, run.data, report)
-    if run.compile_target:
-        target.compile_layers()
-    trained = Trainer(target, tokens, data, run.shape, run.recipe, run.out, report).run()
+    writer = (
+        background_writer(run.target, run.writer_device, run.plan, run.data) if run.writer_device else nullcontext()
+    )
+    with writer:
+        data = prepare_data(target, tokens, run.plan, run.data, report)
+        if run.compile_target:
+            target.compile_layers()
+        trained = Trainer(target, tokens, data, run.shape, run.recipe, run.out, report).run()
     report(f"trained {trained.num_steps} steps; drafter in {run.out}")
     if run.eval_prompts:
         settings = default_settings(run.shape.block_size)

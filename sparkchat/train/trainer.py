@@ -12,18 +12,27 @@ import torch
 from torch import Tensor
 
 from sparkchat.errors import DamagedFile, UsageError
-from sparkchat.train.batches import Batch, BatchStream, choose_draft_vocabulary, count_answer_ids
+from sparkchat.train.batches import Batch, BatchStream, choose_draft_vocabulary, count_answer_ids, load_wave
 from sparkchat.train.chat_tokens import ChatTokens
-from sparkchat.train.checkpoint import STATE_FILE, export_drafter, load_exported, load_state, save_state
+from sparkchat.train.checkpoint import (
+    STATE_FILE,
+    TrainingState,
+    export_drafter,
+    load_exported,
+    load_state,
+    save_state,
+)
 from sparkchat.train.config import DrafterShape, Recipe, tap_layers
 from sparkchat.train.data import TrainingData
 from sparkchat.train.drafter import TrainingDrafter
 from sparkchat.train.losses import VocabularyHead, vocabulary_head
+from sparkchat.train.optimizer import DrafterOptimizer
 from sparkchat.train.step import AgreementMeter, batch_loss
 from sparkchat.train.target import Target
 
 _HELD_OUT_BATCHES = 4
 _REPORT_SECONDS = 15.0
+_LOOK_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -52,8 +61,10 @@ class Trainer:
         torch.manual_seed(recipe.seed)
         state = load_state(out / STATE_FILE, target.device) if (out / STATE_FILE).is_file() else None
         exported = load_exported(recipe.start_from) if recipe.start_from and not state else None
-        if state or exported:
-            draft_to_target = (state or exported).pop("draft_to_target")
+        if state:
+            draft_to_target = state.draft_to_target
+        elif exported:
+            draft_to_target = exported.pop("draft_to_target")
         else:
             draft_to_target = self._draft_vocabulary(data, shape, tokens)
         self.head = vocabulary_head(target.head, draft_to_target)
@@ -61,15 +72,15 @@ class Trainer:
         taps = tap_layers(target.shape.num_layers, shape.num_taps)
         self.drafter = TrainingDrafter(target, shape, taps, mask_id).to(target.device)
         is_cuda = str(target.device).startswith("cuda")
-        self.optimizer = torch.optim.AdamW(
-            self.drafter.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.999), weight_decay=0.0, fused=is_cuda
-        )
+        self.optimizer = DrafterOptimizer(self.drafter, recipe.optimizer, recipe.learning_rate, is_fused=is_cuda)
         self.num_steps = 0
         self.cycle = 0
         if state:
             self._resume(state)
         seed = recipe.seed + 1000 * self.cycle
         self.stream = BatchStream(data.training, recipe, shape.block_size, target.device, seed)
+        self._fresh, self._taken = data.fresh, set[Path]()
+        self._take_fresh_waves()
         # Full blocks and one setting, so that the reported lengths are comparable.
         plain = dataclasses.replace(recipe, short_block_share=0.0, loss_sampling=recipe.loss_sampling[:1])
         self.held_out_recipe = plain
@@ -92,13 +103,18 @@ class Trainer:
         )
         return chosen
 
-    def _resume(self, state: dict[str, object]) -> None:
+    def _resume(self, state: TrainingState) -> None:
         try:
-            self.drafter.load_state_dict(state["drafter"])
+            self.drafter.load_state_dict(state.drafter)
         except RuntimeError as error:
             raise UsageError(f"{self.out}: holds a drafter of another shape; choose another --out ({error})") from error
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.num_steps, self.cycle = state["num_steps"], state["cycle"] + 1
+        try:
+            self.optimizer.load_state_tensors(state.moments)
+        except (KeyError, ValueError) as error:
+            raise UsageError(
+                f"{self.out}: was trained with another optimiser; choose the same, or another --out"
+            ) from error
+        self.num_steps, self.cycle = state.num_steps, state.cycle + 1
         self.report(f"resuming cycle {self.cycle} after {self.num_steps} steps")
 
     def _start_from(self, exported: dict[str, Tensor]) -> None:
@@ -114,7 +130,7 @@ class Trainer:
     def run(self) -> Trained:
         """Trains until the cycle is over; leaves the drafter and the resumable state in the output folder."""
         recipe, began = self.recipe, time.monotonic()
-        first_step, saved, reported = self.num_steps, began, began
+        first_step, saved, reported, looked = self.num_steps, began, began, began
         meter = AgreementMeter.empty(self.drafter.config.block_size, self.target.device)
         for batch in self.stream:
             elapsed = time.monotonic() - began
@@ -128,18 +144,27 @@ class Trainer:
                 self._report_progress(loss, meter, share, (self.num_steps - first_step) / (now - began))
                 meter = AgreementMeter.empty(self.drafter.config.block_size, self.target.device)
                 reported = now
+            if now - looked >= _LOOK_SECONDS:
+                self._take_fresh_waves()
+                looked = now
             if now - saved >= 60 * recipe.checkpoint_minutes:
                 self.save()
                 saved = now
         self.save()
         return Trained(self.drafter, self.head, self.num_steps)
 
+    def _take_fresh_waves(self) -> None:
+        """Adds the conversations that were written since the last look."""
+        for path in sorted(self._fresh.glob("*.npz")) if self._fresh else []:
+            if path not in self._taken:
+                self.stream.add(load_wave(path))
+                self._taken.add(path)
+
     def step(self, batch: Batch, share: float, meter: AgreementMeter) -> Tensor:
         """One optimiser step at ``share`` of the cycle; returns the losses [total, ce, l1, confidence]."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.recipe.learning_rate * schedule(share, self.recipe.warmup_share)
+        self.optimizer.set_learning_rate(self.recipe.learning_rate * schedule(share, self.recipe.warmup_share))
         loss = batch_loss(self.drafter, self.head, batch, self.recipe, offset=self.num_steps)
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad()
         loss.total.backward()
         torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), self.recipe.grad_clip)
         self.optimizer.step()
@@ -156,7 +181,7 @@ class Trainer:
             "step": self.num_steps, "cycle": self.cycle, "share": round(share, 4), "steps_per_s": round(speed, 2),
             "loss": round(total, 4), "ce": round(ce, 4), "l1": round(l1, 4), "confidence": round(confidence, 4),
             "length": round(meter.acceptance_length(), 3), "held_out_length": round(held_out.acceptance_length(), 3),
-            "held_out_overlap": [round(x, 4) for x in held_out.by_slot()],
+            "held_out_overlap": [round(x, 4) for x in held_out.by_slot()], "waves": len(self.stream.waves),
         }  # fmt: skip
         with (self.out / "progress.jsonl").open("a") as file:
             file.write(json.dumps(record) + "\n")
@@ -171,12 +196,8 @@ class Trainer:
         return meter
 
     def save(self) -> None:
-        progress = {
-            "draft_to_target": self.head.draft_to_target,
-            "num_steps": self.num_steps,
-            "cycle": self.cycle,
-        }
-        save_state(self.out / STATE_FILE, self.drafter, self.optimizer, progress)
+        path, vocabulary = self.out / STATE_FILE, self.head.draft_to_target
+        save_state(path, self.drafter, self.optimizer, vocabulary, self.num_steps, self.cycle)
         num_anchors = self.recipe.slots_per_sequence // self.drafter.config.block_size
         export_drafter(self.drafter, self.head.draft_to_target, num_anchors, self.out)
 

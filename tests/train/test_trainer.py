@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,12 +14,13 @@ from sparkchat.cli.train import _lengths, _loss_sampling, train
 from sparkchat.errors import DamagedFile, UsageError
 from sparkchat.train.chat_tokens import ChatTokens
 from sparkchat.train.checkpoint import STATE_FILE
-from sparkchat.train.config import DataPlan, DrafterShape, Recipe
-from sparkchat.train.data import TrainingData, prepare_data
+from sparkchat.train.config import OPTIMIZERS, DataPlan, DrafterShape, Recipe
+from sparkchat.train.data import FRESH, TrainingData, prepare_data
 from sparkchat.train.run import TrainingRun, run_training
 from sparkchat.train.step import AgreementMeter
 from sparkchat.train.target import Target
 from sparkchat.train.trainer import Trainer, schedule
+from sparkchat.train.writer import background_writer
 
 SHAPE = DrafterShape(num_layers=2, block_size=4, markov_rank=8, draft_vocab_size=128, num_taps=3)
 PLAN = DataPlan(tokens=1024, wave_tokens=1024, lengths=(64,), held_out_rows=4, held_out_length=64, num_questions=64)
@@ -34,11 +36,19 @@ def make_trainer(target: Target, tokens: ChatTokens, data: TrainingData, out: Pa
     return Trainer(target, tokens, data, SHAPE, recipe, out, lambda _: None)
 
 
-@pytest.mark.parametrize("sampling", [((1.0, 1.0),), ((0.7, 1.0), (0.5, 1.1))])
+@pytest.mark.parametrize(
+    ("sampling", "optimizer"), [(((1.0, 1.0),), "adamw"), (((0.7, 1.0), (0.5, 1.1)), "adamw"), (((1.0, 1.0),), "muon")]
+)
 def test_loss_falls_on_a_fixed_batch(
-    target: Target, tokens: ChatTokens, data: TrainingData, tmp_path: Path, sampling: tuple[tuple[float, float], ...]
+    target: Target,
+    tokens: ChatTokens,
+    data: TrainingData,
+    tmp_path: Path,
+    sampling: tuple[tuple[float, float], ...],
+    optimizer: str,
 ) -> None:
-    recipe = dataclasses.replace(RECIPE, loss_sampling=sampling)
+    learning_rate = 2e-2 if optimizer == "muon" else 3e-3
+    recipe = dataclasses.replace(RECIPE, loss_sampling=sampling, optimizer=optimizer, learning_rate=learning_rate)
     trainer = make_trainer(target, tokens, data, tmp_path, recipe)
     batch = next(iter(trainer.stream))
     meter = AgreementMeter.empty(SHAPE.block_size, "cpu")
@@ -78,18 +88,29 @@ def test_exported_folder_has_the_published_layout(
     assert set(tokens.special) <= set(ids.tolist())
 
 
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_cycle_resumes_where_the_last_one_ended(
-    target: Target, tokens: ChatTokens, data: TrainingData, tmp_path: Path
+    target: Target, tokens: ChatTokens, data: TrainingData, tmp_path: Path, optimizer: str
 ) -> None:
-    first = make_trainer(target, tokens, data, tmp_path).run()
-    second = make_trainer(target, tokens, data, tmp_path)
+    recipe = dataclasses.replace(RECIPE, optimizer=optimizer)
+    trainer = make_trainer(target, tokens, data, tmp_path, recipe)
+    first = trainer.run()
+    second = make_trainer(target, tokens, data, tmp_path, recipe)
     assert (second.num_steps, second.cycle) == (2, 1)
+    moments, old_moments = second.optimizer.state_tensors(), trainer.optimizer.state_tensors()
+    assert moments.keys() == old_moments.keys() and all(
+        torch.equal(moments[name], old_moments[name]) for name in moments
+    )
+    assert ("muon/fc.weight/momentum_buffer" in moments) is (optimizer == "muon")
     for (name, old), new in zip(first.drafter.named_parameters(), second.drafter.parameters(), strict=True):
         assert torch.equal(old, new), name
     assert torch.equal(first.drafter.feature_scale, second.drafter.feature_scale)
     assert second.run().num_steps == 4
     with pytest.raises(UsageError, match="another shape"):
         Trainer(target, tokens, data, dataclasses.replace(SHAPE, markov_rank=4), RECIPE, tmp_path, lambda _: None)
+    other = dataclasses.replace(recipe, optimizer="adamw" if optimizer == "muon" else "muon")
+    with pytest.raises(UsageError, match="another optimiser"):
+        make_trainer(target, tokens, data, tmp_path, other)
     (tmp_path / STATE_FILE).write_bytes(b"not a state")
     with pytest.raises(DamagedFile, match=STATE_FILE):
         make_trainer(target, tokens, data, tmp_path)
@@ -122,6 +143,22 @@ def test_a_whole_run_measures_what_it_trained(toy_folder: Path, tmp_path: Path) 
         assert result["survival"] == sorted(result["survival"], reverse=True)
         assert (tmp_path / f"confidence-{result['setting']['name']}.npz").is_file()
     assert any("trained 2 steps" in line for line in lines)
+
+
+def test_conversations_written_on_a_second_device_are_trained_on(
+    toy_folder: Path, tokens: ChatTokens, target: Target, tmp_path: Path
+) -> None:
+    with background_writer(toy_folder, "cpu", PLAN, tmp_path):
+        deadline = time.monotonic() + 60
+        while len(list((tmp_path / FRESH).glob("*.npz"))) < 2 and time.monotonic() < deadline:
+            time.sleep(0.05)
+    data = prepare_data(target, tokens, PLAN, tmp_path, lambda _: None)
+    fresh = sorted((tmp_path / FRESH).glob("*.npz"))
+    assert len(fresh) >= 2
+    trainer = make_trainer(target, tokens, data, tmp_path)
+    assert len(trainer.stream.waves) == len(data.training) + len(fresh)
+    seen = {row.numpy().tobytes() for wave in trainer.stream.waves for row in wave.ids.int()}
+    assert len(seen) > 0.8 * sum(len(wave.ids) for wave in trainer.stream.waves), "waves repeat each other"
 
 
 def test_the_command_trains(toy_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
