@@ -112,7 +112,8 @@ class RequestState:
     def deliver(self, run: list[int], origins: list[str], events: list[dict[str, Any]]) -> int:
         """Commit a run of tokens; deliver those before the first stop. Returns how many were delivered.
 
-        Appends the ``delta`` event, with log-probabilities where they were asked for. Tokens behind a stop are committed to the cache but to nothing else.
+        Appends the ``delta`` event, with log-probabilities where asked for. Tokens behind a stop are committed to the
+        cache but to nothing else.
         """
         self.tokens.extend(run)
         delta = self.output.push(run, len(self.delivered))
