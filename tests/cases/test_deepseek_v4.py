@@ -34,7 +34,7 @@ COMBINATIONS = [(mode, block) for block in range(1, WIDEST + 1) for mode in MODE
 def folder_of(build_once: Callable[..., Any]) -> Callable[[str], Path]:
     def get(kind: str) -> Path:
         if kind == "tiny":
-            return build_once("v4-tiny", write_tiny_v4)
+            return build_once("v4-tiny", lambda folder: write_tiny_v4(folder, hc_sinkhorn_iters=4))
         if kind == "mtp":
             return build_once("v4-mtp", write_v4_mix_mtp)
         return build_once(f"v4-{kind}", lambda folder: write_v4_mix(folder, kind, dspark_block_size=WIDEST))
@@ -57,7 +57,7 @@ def assert_equal(runner: Runner, combinations: list[tuple[str, int]], prompts: l
         assert at is None, f"{mode}, block {block}, prompt of {len(prompts[i])}: token {at} differs"
 
 
-WIDTHS = {"oracle": (1, 2, 3, 4, 5, 6, 7, 8), "half": (3, 5, 6, 8), "anti": (2, 5, 7, 8)}
+WIDTHS = {"oracle": (1, 2, 3, 4, 5, 6, 7, 8), "half": (3, 5, 7), "anti": (5, 8)}
 
 
 @pytest.mark.parametrize("kind", DRAFTER_KINDS)
