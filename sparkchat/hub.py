@@ -7,34 +7,43 @@ when every one of its files is whole. Nothing is asked of the network when every
 from __future__ import annotations
 
 import fnmatch
-import json
 import os
 import re
-import struct
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 from huggingface_hub import HfApi, constants, get_token, hf_hub_url
-from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    GatedRepoError,
+    HfHubHTTPError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
 from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
 
-from sparkchat.errors import DamagedFile, ModelNotFound, NoAccess, SparkchatError, Unreachable, UsageError
+from sparkchat.errors import DamagedFile, ModelNotFound, NoAccess, SparkchatError, Unreachable
 from sparkchat.paths import Paths
 from sparkchat.profile import HubSource
-from sparkchat.store import (
-    Progress,
-    disk_errors,
-    ensure_space,
-    git_sha1_of,
-    human,
-    locked,
-    move_into_place,
-    sha256_of,
+from sparkchat.snapshot import (
+    PART,
+    Listing,
+    RemoteFile,
+    cached,
+    lock_file,
+    matches,
+    missing_bytes,
+    part_of,
+    publish,
+    repo_folder,
+    size_of,
 )
+from sparkchat.store import Progress, disk_errors, ensure_space, human, locked, move_into_place
 
 ANSWER_SECONDS = 4.0
 """How long the hub may take for its first answer before the next source is tried."""
@@ -43,50 +52,11 @@ ANSWER_SECONDS = 4.0
 TransportError: type[Exception] = HfHubHTTPError.__mro__[1]
 
 _TRIES = 4
-_READ_SECONDS = 30.0
+_LONGEST_WAIT = 60.0
+"""A hub that asks for a longer pause than this is not waited for."""
 _WANTED = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt")
 _UNWANTED = ("consolidated*", "README*", "LICENSE*")
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class RemoteFile:
-    path: str
-    size: int
-    etag: str
-    """sha256 of a large file, git's sha1 of a small one."""
-
-
-@dataclass(frozen=True)
-class Listing:
-    repo: str
-    commit: str
-    files: tuple[RemoteFile, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(file.size for file in self.files)
-
-
-def repo_folder(source: HubSource, paths: Paths) -> Path:
-    return paths.hub_cache / ("models--" + source.repo.replace("/", "--"))
-
-
-def cached(source: HubSource, paths: Paths) -> Path | None:
-    """The local folder (or the one file) of a source that is complete on disk; no network."""
-    folder = repo_folder(source, paths)
-    commit = source.revision if source.is_pinned else _read_ref(folder, source.revision)
-    if commit is None:
-        return None
-    snapshot = folder / "snapshots" / commit
-    if source.file is not None:
-        file = snapshot / source.file
-        return file if file.is_file() else None
-    return snapshot if _is_complete(snapshot, f"hf:{source.repo}") else None
-
-
-def commit_of(source: HubSource, paths: Paths) -> str | None:
-    return source.revision if source.is_pinned else _read_ref(repo_folder(source, paths), source.revision)
 
 
 def _token() -> str | None:
@@ -125,30 +95,15 @@ def fetch(source: HubSource, paths: Paths, progress: Progress) -> Path:
     """Bring a source onto this machine and return its folder or file. Waits for another process doing the same."""
     listing = list_files(source)
     folder = repo_folder(source, paths)
-    with locked(paths.models / ".locks" / f"{folder.name}.lock", f"hf:{source.repo}", progress), disk_errors(folder):
+    with locked(lock_file(source, paths), f"hf:{source.repo}", progress), disk_errors(folder):
         ensure_space(folder, missing_bytes(listing, folder), f"hf:{source.repo}")
         headers = build_hf_headers(token=_token() or False)
         _Download(listing, folder, headers, progress).run()
-        _publish(listing, source, folder)
+        publish(listing, source, folder)
     found = cached(source, paths)
     if found is None:
         raise DamagedFile(f"hf:{source.repo} was fetched, but files it names are missing; the repository is incomplete")
     return found
-
-
-def missing_bytes(listing: Listing, folder: Path) -> int:
-    """Bytes still to come, counting what an earlier cut download left."""
-    blobs = folder / "blobs"
-    return sum(file.size - _size(_part(blobs, file)) for file in listing.files if _size(blobs / file.etag) != file.size)
-
-
-def verify_snapshot(snapshot: Path) -> list[str]:
-    """Names of files whose content does not match the checksum that the cache stores them under."""
-    return [
-        str(file.relative_to(snapshot))
-        for file in sorted(snapshot.rglob("*"))
-        if file.is_file() and not _is_whole(file)
-    ]
 
 
 class _Download:
@@ -159,96 +114,111 @@ class _Download:
         self.blobs = folder / "blobs"
         self.headers = headers | {"Accept-Encoding": "identity"}
         self.progress = progress
+        self.ended_early: set[str] = set()
+        """Files that were once found shorter than announced, and begun afresh."""
         self.done = 0
 
     def run(self) -> None:
         self.blobs.mkdir(parents=True, exist_ok=True)
         for file in self.listing.files:
-            if _size(self.blobs / file.etag) != file.size or not (self.blobs / file.etag).is_file():
+            if size_of(self.blobs / file.etag) != file.size or not (self.blobs / file.etag).is_file():
                 self._file(file)
             self.done += file.size
             self._report(0)
-        for leftover in self.blobs.glob("*.sparkchat-part"):
+        for leftover in self.blobs.glob(f"*{PART}"):
             leftover.unlink(missing_ok=True)
 
     def _file(self, file: RemoteFile) -> None:
-        part = _part(self.blobs, file)
+        part = part_of(self.blobs, file)
+        was_begun = size_of(part) > 0
         try:
-            self._bytes(file, part)
+            is_right = self._whole(file, part)
+            if not is_right and was_begun:
+                # What an earlier run left may be what is wrong.
+                self.progress.say(f"{file.path} does not have its checksum after it was resumed; fetching it afresh")
+                part.unlink(missing_ok=True)
+                is_right = self._whole(file, part)
         except OSError:
             # A full disk must not keep a useless file; after a cut connection (another error) the part stays.
             part.unlink(missing_ok=True)
             raise
-        if not _matches(part, file):
+        if not is_right:
             part.unlink(missing_ok=True)
             raise DamagedFile(
                 f"{file.path} of hf:{self.listing.repo} came with the wrong checksum and has been removed; try again"
             )
         move_into_place(part, self.blobs / file.etag)
 
+    def _whole(self, file: RemoteFile, part: Path) -> bool:
+        self._bytes(file, part)
+        # Reading a large file again takes a while: the report shows that something is going on.
+        return matches(part, file.size, file.etag, lambda _: self._report(file.size))
+
     def _bytes(self, file: RemoteFile, part: Path) -> None:
-        reason, tries = "", 0
-        while _size(part) < file.size or not part.exists():
-            before = _size(part)
+        reason, tries, furthest = "", 0, size_of(part)
+        while size_of(part) < file.size or not part.exists():
+            pause = min(0.25 * 2**tries, 4.0)
             try:
-                self._request(file, part)
-                reason = "the connection ended early"
+                reason = self._request(file, part)
             except HfHubHTTPError as error:
-                status = error.response.status_code
-                if status not in (408, 429) and status < 500:
+                if not _is_busy(error):
+                    raise _explain(error, HubSource(self.listing.repo, self.listing.commit), _token()) from None
+                reason, pause = f"it answers with error {error.response.status_code}", _pause(error, tries)
+                if pause > _LONGEST_WAIT or (tries == _TRIES - 1 and error.response.status_code == 429):
                     raise _explain(error, HubSource(self.listing.repo), _token()) from None
-                reason = f"it answers with error {status}"
             except TransportError as error:
                 reason = _short(error)
             # A try that brought bytes costs nothing: only tries without any are counted.
-            tries = 0 if _size(part) > before else tries + 1
+            reached = size_of(part)
+            tries = 0 if reached > furthest else tries + 1
+            furthest = max(furthest, reached)
             if tries >= _TRIES:
-                kept = f"{human(_size(part))} of {human(file.size)} kept in {part} for the next try"
+                kept = f"{human(reached)} of {human(file.size)} kept in {part} for the next try"
                 raise Unreachable(f"the hub stopped sending {file.path} of hf:{self.listing.repo}: {reason}; {kept}")
-            if _size(part) < file.size:
-                time.sleep(min(0.25 * 2**tries, 4.0))
+            if reached < file.size:
+                if pause >= 1:
+                    self.progress.say(f"{file.path}: {reason}; asking again in {pause:.0f} s")
+                time.sleep(pause)
 
-    def _request(self, file: RemoteFile, part: Path) -> None:
-        start = _size(part)
+    def _request(self, file: RemoteFile, part: Path) -> str:
+        """One try; returns why it ended, should the file not be whole by then."""
+        start = size_of(part)
         if start > file.size:
             part.unlink()
             start = 0
         url = hf_hub_url(self.listing.repo, file.path, revision=self.listing.commit)
         headers = self.headers | ({"Range": f"bytes={start}-"} if start else {})
         with get_session().stream(
-            "GET", url, headers=headers, follow_redirects=True, timeout=_READ_SECONDS
+            "GET", url, headers=headers, follow_redirects=True, timeout=_read_seconds()
         ) as response:
             if response.status_code == 416:
                 part.unlink(missing_ok=True)
-                return
+                if file.path in self.ended_early:
+                    raise DamagedFile(
+                        f"{file.path} of hf:{self.listing.repo} ends after {start} bytes, although the hub announced "
+                        f"{file.size}; nothing of it is used, try again later"
+                    )
+                self.ended_early.add(file.path)
+                return "it has no bytes where the file should go on"
             if response.status_code >= 400:
                 response.read()
                 hf_raise_for_status(response)
-            goes_on = response.status_code == 206 and _range_start(response.headers) == start
-            with part.open("ab" if goes_on else "wb") as stream:
+            first = _range_start(response.headers) if response.status_code == 206 else 0
+            if first not in (0, start):
+                return "it sends another part of the file than was asked for"
+            with part.open("ab" if first else "wb") as stream:
                 for chunk in response.iter_raw():
+                    if stream.tell() + len(chunk) > file.size:
+                        raise DamagedFile(
+                            f"the hub sends more of {file.path} of hf:{self.listing.repo} than the {human(file.size)} "
+                            "it announced; nothing of it is used, try again later"
+                        )
                     stream.write(chunk)
                     self._report(stream.tell())
+        return "the connection ended early"
 
     def _report(self, in_file: int) -> None:
         self.progress.update(f"hf:{self.listing.repo}", self.done + in_file, self.listing.num_bytes)
-
-
-def _publish(listing: Listing, source: HubSource, folder: Path) -> None:
-    snapshot = folder / "snapshots" / listing.commit
-    for file in listing.files:
-        link = snapshot / file.path
-        link.parent.mkdir(parents=True, exist_ok=True)
-        target = os.path.relpath(folder / "blobs" / file.etag, link.parent)
-        if not (link.is_symlink() and os.readlink(link) == target):
-            fresh = link.with_name(f".{link.name}.{os.getpid()}")
-            fresh.unlink(missing_ok=True)
-            fresh.symlink_to(target)
-            fresh.replace(link)
-    if not source.is_pinned:
-        ref = folder / "refs" / source.revision
-        ref.parent.mkdir(parents=True, exist_ok=True)
-        ref.write_text(listing.commit, encoding="utf-8")
 
 
 def _model_info(source: HubSource, token: str | None) -> Any:
@@ -264,15 +234,38 @@ def _asked(source: HubSource, token: str | None, ask: Callable[[], T]) -> T:
         try:
             return ask()
         except HfHubHTTPError as error:
-            busy = error.response.status_code in (408, 429) or error.response.status_code >= 500
-            if not busy or number == _TRIES - 1:
+            pause = _pause(error, number)
+            if not _is_busy(error) or number == _TRIES - 1 or pause > ANSWER_SECONDS:
                 raise _explain(error, source, token) from None
-            time.sleep(0.25 * 2**number)
+            time.sleep(pause)
         except (TransportError, TimeoutError, OSError) as error:
             raise Unreachable(
-                f"the hub does not answer for hf:{source.repo} ({_short(error)}); check the network"
+                f"the hub does not answer for hf:{source.repo} ({_short(error)}); check the network{_through_proxy()}"
             ) from None
     raise AssertionError("unreachable")
+
+
+def _is_busy(error: HfHubHTTPError) -> bool:
+    return error.response.status_code in (408, 429) or error.response.status_code >= 500
+
+
+def _pause(error: HfHubHTTPError, number: int) -> float:
+    """Seconds before the next try: what the hub asks for, else longer each time."""
+    asked = error.response.headers.get("Retry-After", "")
+    return float(asked) if re.fullmatch(r"\d{1,6}", asked) else 0.25 * 2**number
+
+
+def _read_seconds() -> float:
+    """How long a connection may bring nothing before the file is asked for again, from where it stands."""
+    return float(constants.HF_HUB_DOWNLOAD_TIMEOUT) if "HF_HUB_DOWNLOAD_TIMEOUT" in os.environ else 30.0
+
+
+def _through_proxy() -> str:
+    """Which proxy the request went through, without the password that its address may hold."""
+    proxy = getproxies().get(urlsplit(constants.ENDPOINT).scheme)
+    if proxy is None or proxy_bypass(urlsplit(constants.ENDPOINT).hostname or ""):
+        return ""
+    return f" and the proxy {urlsplit(proxy)._replace(netloc=urlsplit(proxy).netloc.rpartition('@')[2]).geturl()}"
 
 
 def _within(seconds: float, ask: Callable[[], T]) -> T:
@@ -302,23 +295,39 @@ def _explain(error: HfHubHTTPError, source: HubSource, token: str | None) -> Spa
     name, status = f"hf:{source.repo}", error.response.status_code
     if isinstance(error, RevisionNotFoundError):
         return ModelNotFound(f"{name} has no revision {source.revision!r}; leave out @{source.revision} or check it")
+    if isinstance(error, EntryNotFoundError):
+        return ModelNotFound(f"{name} does not hold a file that its own listing names; try again later")
     if isinstance(error, GatedRepoError):
-        if token is None:
-            return NoAccess(
-                f"{name} is gated: accept its terms on its hub page, then log in (`hf auth login`, or HF_TOKEN)"
-            )
-        return NoAccess(
-            f"{name} is gated and your token has no access: ask for it on its hub page, or wait if you have"
-        )
+        return _explain_gate(error, name, token)
     if token is not None and status in (401, 403) and _is_refused(token):
         return _explain_bad_token(source)
-    if isinstance(error, RepositoryNotFoundError) or status in (401, 403, 404):
+    if isinstance(error, RepositoryNotFoundError) or status in (401, 404):
         if token is None:
             return ModelNotFound(
                 f"{name} does not exist, or is private: check the spelling, or log in (`hf auth login`, or HF_TOKEN)"
             )
         return ModelNotFound(f"{name} does not exist, or your token may not see it: check the spelling and the token")
-    return Unreachable(f"the hub answers with error {status} for {name}; try again later")
+    if status == 403:
+        return NoAccess(
+            f"the hub forbids reading {name} (error 403): "
+            + ("log in (`hf auth login`, or HF_TOKEN)" if token is None else "your token lacks the right to read it")
+        )
+    if status == 429:
+        wait = error.response.headers.get("Retry-After", "")
+        pause = f"wait {wait} s" if wait.isdigit() else "wait a few minutes"
+        more = "" if token is not None else ", or log in (`hf auth login`, or HF_TOKEN), which allows more"
+        return Unreachable(f"the hub limits how often it may be asked (error 429 for {name}); {pause}{more}")
+    return Unreachable(f"the hub has trouble of its own (error {status} for {name}); try again later")
+
+
+def _explain_gate(error: HfHubHTTPError, name: str, token: str | None) -> NoAccess:
+    if token is None:
+        return NoAccess(
+            f"{name} is gated: accept its terms on its hub page, then log in (`hf auth login`, or HF_TOKEN)"
+        )
+    if "awaiting" in str(error).lower():
+        return NoAccess(f"{name} is gated, and your request for access awaits its owner's answer; try again after it")
+    return NoAccess(f"{name} is gated and your token has no access: ask for it on its hub page, or wait if you have")
 
 
 def _is_refused(token: str) -> bool:
@@ -373,78 +382,6 @@ def _needed(names: list[str]) -> list[str]:
 
     wanted = [n for n in names if "/" not in n and matches(n, _WANTED) and not matches(n, _UNWANTED)]
     return wanted if any(name.endswith(".safetensors") for name in wanted) else []
-
-
-def _read_ref(folder: Path, revision: str) -> str | None:
-    if ".." in PurePosixPath(revision).parts:
-        raise UsageError(f"revision {revision!r} is not possible; give a branch, a tag or a commit")
-    try:
-        return (folder / "refs" / revision).read_text(encoding="utf-8").strip()
-    except OSError:
-        # A revision may also be a commit that was fetched under a branch's name.
-        return revision if (folder / "snapshots" / revision).is_dir() else None
-
-
-def _is_complete(snapshot: Path, name: str) -> bool:
-    """Is everything there? Raises DamagedFile for weights that are there but cut short."""
-    if not (snapshot / "config.json").is_file():
-        return False
-    index = snapshot / "model.safetensors.index.json"
-    weights = list(snapshot.glob("*.safetensors"))
-    if index.is_file():
-        try:
-            shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-            weights = [snapshot / str(shard) for shard in shards]
-        except (OSError, ValueError, KeyError, AttributeError, TypeError):
-            return False
-    if not weights or not all(file.is_file() for file in weights):
-        return False
-    for file in weights:
-        if not _has_all_tensors(file):
-            raise DamagedFile(
-                f"{file.name} of {name} is cut short in {snapshot}; type `sparkchat pull {name}` to mend it"
-            )
-    return True
-
-
-def _has_all_tensors(file: Path) -> bool:
-    """Does the file end where its own header says? (8 bytes of length, a JSON header, then the tensors.)"""
-    try:
-        with file.open("rb") as stream:
-            (length,) = struct.unpack("<Q", stream.read(8))
-            if length > 100 << 20:
-                return False
-            header = json.loads(stream.read(length))
-        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-        return file.stat().st_size == 8 + length + max(ends, default=0)
-    except (OSError, ValueError, KeyError, IndexError, TypeError, struct.error):
-        return False
-
-
-def _is_whole(file: Path) -> bool:
-    name = file.resolve().name
-    if re.fullmatch(r"[0-9a-f]{64}", name):
-        return sha256_of(file) == name
-    if re.fullmatch(r"[0-9a-f]{40}", name):
-        return git_sha1_of(file) == name
-    return True
-
-
-def _matches(part: Path, file: RemoteFile) -> bool:
-    if _size(part) != file.size:
-        return False
-    if re.fullmatch(r"[0-9a-f]{64}", file.etag):
-        return sha256_of(part) == file.etag
-    return git_sha1_of(part) == file.etag if re.fullmatch(r"[0-9a-f]{40}", file.etag) else True
-
-
-def _part(blobs: Path, file: RemoteFile) -> Path:
-    """Named after the content, so that bytes of a file that has changed are never appended to."""
-    return blobs / f"{file.etag}.sparkchat-part"
-
-
-def _size(file: Path) -> int:
-    return file.stat().st_size if file.exists() else 0
 
 
 def _range_start(headers: Any) -> int | None:

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from sparkchat import package_index
+from sparkchat import package_index, snapshot
 from sparkchat.errors import DamagedFile, ModelNotFound, NoAccess, SparkchatError, Unreachable
 from sparkchat.paths import Paths
 from sparkchat.profile import HubSource, Source, WheelSource
-from sparkchat.store import free_bytes, remove_tree, sha256_of
+from sparkchat.store import free_bytes, locked_now, remove_tree, sha256_of
 
 Verdict = Literal["ok", "damaged", "unchecked"]
 
@@ -65,8 +65,8 @@ def _plan(source: Source, paths: Paths) -> Plan:
         return Plan(source.describe(), source.wheel_size, need, False, paths.models)
     from sparkchat import hub
 
-    listing, folder = hub.list_files(source), hub.repo_folder(source, paths)
-    missing = hub.missing_bytes(listing, folder)
+    listing, folder = hub.list_files(source), snapshot.repo_folder(source, paths)
+    missing = snapshot.missing_bytes(listing, folder)
     return Plan(source.describe(), missing, missing, False, folder)
 
 
@@ -92,40 +92,53 @@ def verify(path: Path | None, sources: tuple[Source, ...], paths: Paths) -> list
     return checked
 
 
-def _verify_snapshot(snapshot: Path) -> list[Checked]:
-    from sparkchat import hub
-
-    bad = set(hub.verify_snapshot(snapshot))
-    files = sorted(file for file in snapshot.rglob("*") if file.is_file())
-    return [Checked(str(f), "damaged" if str(f.relative_to(snapshot)) in bad else "ok") for f in files]
+def _verify_snapshot(folder: Path) -> list[Checked]:
+    bad = set(snapshot.verify_snapshot(folder))
+    files = sorted(file for file in folder.rglob("*") if not file.is_dir())
+    return [Checked(str(f), "damaged" if str(f.relative_to(folder)) in bad else "ok") for f in files]
 
 
 def remove(sources: tuple[Source, ...], paths: Paths) -> tuple[list[Path], int]:
-    """Remove fetched files and leftovers; returns what was removed and the bytes freed."""
-    removed, num_bytes = [], 0
+    """Remove fetched files and leftovers; returns what was removed and the bytes freed.
+
+    Raises SparkchatError while another process is fetching them.
+    """
+    removed: list[Path] = []
+    num_bytes = 0
     for source in sources:
-        for path in _places(source, paths):
-            if path.exists():
-                num_bytes += remove_tree(path)
-                removed.append(path)
+        if not any(place.exists() for place in _places(source, paths)):
+            continue
+        lock = _lock_file(source, paths)
+        with locked_now(lock, source.describe()):
+            places, freed = _remove(source, paths)
+        removed += places
+        num_bytes += freed
     return removed, num_bytes
 
 
-def _places(source: Source, paths: Paths) -> list[Path]:
-    if isinstance(source, WheelSource):
-        work = paths.models / ".parts" / f"{source.package}-{source.version}"
-        return [package_index.model_file(source, paths).parent, work]
-    from sparkchat import hub
+def _remove(source: Source, paths: Paths) -> tuple[list[Path], int]:
+    if isinstance(source, HubSource):
+        return snapshot.remove_revision(source, paths)
+    places = [place for place in _places(source, paths) if place.exists()]
+    return places, sum(remove_tree(place) for place in places)
 
-    return [hub.repo_folder(source, paths)]
+
+def _lock_file(source: Source, paths: Paths) -> Path:
+    if isinstance(source, HubSource):
+        return snapshot.lock_file(source, paths)
+    return package_index.lock_file(source, paths)
+
+
+def _places(source: Source, paths: Paths) -> list[Path]:
+    if isinstance(source, HubSource):
+        return [snapshot.repo_folder(source, paths)]
+    return [package_index.model_file(source, paths).parent, package_index.work_folder(source, paths)]
 
 
 def _cached(source: Source, paths: Paths) -> Path | None:
     if isinstance(source, WheelSource):
         return package_index.cached(source, paths)
-    from sparkchat import hub
-
-    return hub.cached(source, paths)
+    return snapshot.cached(source, paths)
 
 
 def _cached_or_damaged(source: Source, paths: Paths) -> Path | None:
@@ -133,6 +146,4 @@ def _cached_or_damaged(source: Source, paths: Paths) -> Path | None:
         return _cached(source, paths)
     except DamagedFile:
         assert isinstance(source, HubSource)
-        from sparkchat import hub
-
-        return hub.repo_folder(source, paths) / "snapshots" / str(hub.commit_of(source, paths))
+        return snapshot.repo_folder(source, paths) / "snapshots" / str(snapshot.commit_of(source, paths))

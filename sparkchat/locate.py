@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from sparkchat import package_index
+from sparkchat import package_index, snapshot
 from sparkchat.catalog import known_repositories
 from sparkchat.errors import DamagedFile, ModelNotFound, NoAccess, NotEnoughDisk, SparkchatError, Unreachable
 from sparkchat.options import Option, nearest, parse
@@ -122,15 +122,13 @@ def fetch(sources: tuple[Source, ...], name: str, paths: Paths, progress: Progre
 def _cached(source: Source, paths: Paths) -> Path | None:
     if isinstance(source, WheelSource):
         return package_index.cached(source, paths)
-    # Imported here: listing and --help must not wait for the hub's client.
-    from sparkchat import hub
-
-    return hub.cached(source, paths)
+    return snapshot.cached(source, paths)
 
 
 def _fetch(source: Source, paths: Paths, progress: Progress) -> Path:
     if isinstance(source, WheelSource):
         return package_index.fetch(source, paths, progress)
+    # Imported here: listing and --help must not wait for the hub's client.
     from sparkchat import hub
 
     return hub.fetch(source, paths, progress)
@@ -139,6 +137,4 @@ def _fetch(source: Source, paths: Paths, progress: Progress) -> Path:
 def _located(source: Source, path: Path, paths: Paths) -> Located:
     if isinstance(source, WheelSource):
         return Located(path, f"{source.package} {source.version}", source.sha256, source.describe())
-    from sparkchat import hub
-
-    return Located(path, hub.commit_of(source, paths), source.sha256, source.describe())
+    return Located(path, snapshot.commit_of(source, paths), source.sha256, source.describe())

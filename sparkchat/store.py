@@ -29,7 +29,7 @@ class Progress(Protocol):
         """One plain sentence."""
 
     def update(self, what: str, done: int, total: int | None) -> None:
-        """Bytes so far; called often."""
+        """Bytes so far; called often, and only when something has come or has been done."""
 
 
 def human(num_bytes: int) -> str:
@@ -93,6 +93,24 @@ def locked(lock_file: Path, what: str, progress: Progress) -> Iterator[None]:
         except Timeout:
             progress.say(f"another sparkchat is fetching {what}; waiting for it")
             lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+@contextmanager
+def locked_now(lock_file: Path, what: str) -> Iterator[None]:
+    """As ``locked``, but raise SparkchatError instead of waiting."""
+    with disk_errors(lock_file.parent):
+        lock_file.parent.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(lock_file)
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            raise SparkchatError(
+                f"another sparkchat is fetching {what}; stop it first, or wait until it is done"
+            ) from None
     try:
         yield
     finally:

@@ -23,7 +23,7 @@ from sparkchat.params import CostTable
 from sparkchat.paths import Paths, user_paths
 from sparkchat.profile import HubSource, Profile, Setting, WheelSource
 from sparkchat.resolve import resolve_options
-from sparkchat.store import human
+from sparkchat.store import MARGIN_BYTES, human
 
 
 def register(app: typer.Typer) -> None:
@@ -204,7 +204,7 @@ def _dry_run(model: ModelRef, parts: list[tuple[str, Any]], paths: Paths, *, as_
         "fetch_bytes": to_fetch,
         "disk_bytes": to_hold,
         "disk_free_bytes": free,
-        "disk_fits": to_hold <= free,
+        "disk_fits": to_hold == 0 or to_hold + MARGIN_BYTES <= free,
         "memory_bytes": None if needed is None else int(needed * 1e9),
         "memory_available_bytes": memory,
         "memory_fits": None if needed is None or memory is None else needed * 1e9 <= memory,

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from sparkchat.cli.output import note
+from sparkchat.cli.output import note, printable
 from sparkchat.store import Progress, human
 
 if TYPE_CHECKING:
@@ -17,19 +19,109 @@ if TYPE_CHECKING:
     from rich.progress import TaskID
 
 _SECONDS_BETWEEN_LINES = 5.0
+_RATE_SECONDS = 10.0
+"""The rate is that of so many last seconds."""
+
+STALL_SECONDS = 5.0
+"""Silence that is worth a word."""
 
 
 @contextmanager
 def fetch_progress() -> Iterator[Progress]:
     """The kind of progress that fits stderr."""
-    if sys.stderr is None or not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
-        yield LineProgress()
-        return
-    bar = BarProgress()
+    is_bar = sys.stderr is not None and sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+    progress: LineProgress | BarProgress = BarProgress() if is_bar else LineProgress()
+    watch = _StallWatch(progress)
     try:
-        yield bar
+        yield watch
     finally:
-        bar.close()
+        watch.close()
+        progress.close()
+
+
+class Meter:
+    """Bytes and times of one transfer: how fast it is, and how long it will take."""
+
+    def __init__(self) -> None:
+        self._seen: deque[tuple[float, int]] = deque()
+
+    def add(self, now: float, done: int) -> None:
+        if self._seen and done < self._seen[-1][1]:
+            # A file was begun afresh.
+            self._seen.clear()
+        self._seen.append((now, done))
+        while len(self._seen) > 2 and now - self._seen[1][0] > _RATE_SECONDS:
+            self._seen.popleft()
+
+    def rate(self) -> float | None:
+        """Bytes a second; None before anything is known."""
+        if not self._seen:
+            return None
+        (start, first), (end, last) = self._seen[0], self._seen[-1]
+        return (last - first) / (end - start) if end > start and last > first else None
+
+    def seconds_left(self, total: int | None) -> float | None:
+        rate = self.rate()
+        return None if rate is None or total is None else max(0, total - self._seen[-1][1]) / rate
+
+
+def describe_transfer(what: str, done: int, total: int | None, meter: Meter) -> str:
+    """e.g. ``fetching hf:org/model: 1.2 GB of 16.4 GB, 48.0 MB/s, 5 min left``"""
+    text = f"fetching {what}: {human(done)}" + (f" of {human(total)}" if total else "")
+    rate, left = meter.rate(), meter.seconds_left(total)
+    if rate is not None:
+        text += f", {human(int(rate))}/s"
+    return text if left is None or total == done else f"{text}, {_in_words(left)} left"
+
+
+def _in_words(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60} min"
+
+
+class _StallWatch:
+    """Hands everything on, and says so when a transfer brings nothing for a while."""
+
+    def __init__(self, inner: LineProgress | BarProgress, clock: Callable[[], float] = time.monotonic) -> None:
+        self._inner, self._clock = inner, clock
+        self._last: float | None = None
+        self._what, self._is_told = "", False
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def say(self, message: str) -> None:
+        self._inner.say(message)
+
+    def update(self, what: str, done: int, total: int | None) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, daemon=True)
+            self._thread.start()
+        self._what, self._is_told = what, False
+        # Behind the last byte there is nothing to wait for.
+        self._last = None if total is not None and done >= total else self._clock()
+        self._inner.update(what, done, total)
+
+    def close(self) -> None:
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def look(self) -> None:
+        """Say once that nothing has come for a while."""
+        last = self._last
+        if last is None or self._is_told or self._clock() - last < STALL_SECONDS:
+            return
+        self._is_told = True
+        self._inner.say(
+            f"nothing has come of {self._what} for {STALL_SECONDS:.0f} s; still waiting, "
+            "and what has come is kept should you stop here"
+        )
+
+    def _run(self) -> None:
+        while not self._ended.wait(0.5):
+            self.look()
 
 
 class LineProgress:
@@ -38,17 +130,23 @@ class LineProgress:
     def __init__(self) -> None:
         self._what = ""
         self._last = 0.0
+        self._meter = Meter()
 
     def say(self, message: str) -> None:
         note(message)
 
     def update(self, what: str, done: int, total: int | None) -> None:
         now = time.monotonic()
+        if what != self._what:
+            self._meter = Meter()
+        self._meter.add(now, done)
         if what == self._what and now - self._last < _SECONDS_BETWEEN_LINES:
             return
-        of = f" of {human(total)}" if total else ""
-        note(f"fetching {what}: {human(done)}{of}")
+        note(describe_transfer(what, done, total, self._meter))
         self._what, self._last = what, now
+
+    def close(self) -> None:
+        return
 
 
 class BarProgress:
@@ -62,7 +160,7 @@ class BarProgress:
         if self._rich is None:
             note(message)
         else:
-            self._rich.console.print(message, markup=False, highlight=False)
+            self._rich.console.print(printable(message), markup=False, highlight=False)
 
     def update(self, what: str, done: int, total: int | None) -> None:
         if self._rich is None:

@@ -28,6 +28,23 @@ class Repo:
     """File -> for each coming request, after how many bytes the connection is cut."""
     busy: list[int] = field(default_factory=list)
     """Status codes to answer with before behaving."""
+    retry_after: int | None = None
+    """Seconds that a busy answer asks to wait."""
+    busy_files: list[int] = field(default_factory=list)
+    """As ``busy``, for files alone."""
+    awaits_review: bool = False
+    """The gate says that access was asked for."""
+    forbidden: bool = False
+    announced: dict[str, int] = field(default_factory=dict)
+    """File -> the size that the listing tells, where it lies."""
+    short: dict[str, int] = field(default_factory=dict)
+    """File -> bytes that are left out at the end of every answer, below a right header."""
+    shifted: bool = False
+    """Ranges are answered with another range."""
+    blobs_at: str | None = None
+    """Another server that files are handed out by, as the hub does for large ones."""
+    changes_to: dict[str, bytes] = field(default_factory=dict)
+    """File -> the content that a resumed request finds."""
     wrong_bytes: set[str] = field(default_factory=set)
     """Files whose content is not what the listing says."""
     slow: float = 0.0
@@ -42,6 +59,8 @@ class Hub:
     renamed: dict[str, str] = field(default_factory=dict)
     requests: list[tuple[str, str, str | None]] = field(default_factory=list)
     """(method, path, Range header)."""
+    tokens: list[tuple[str, str | None]] = field(default_factory=list)
+    """(path, access token)."""
 
     def ranges(self, file: str) -> list[str | None]:
         return [r for method, path, r in self.requests if method == "GET" and path.endswith("/" + file)]
@@ -79,6 +98,7 @@ class _Handler(BaseHTTPRequestHandler):
     def handle_request(self) -> None:
         path = unquote(urlsplit(self.path).path)
         self.hub.requests.append((self.command, path, self.headers.get("Range")))
+        self.hub.tokens.append((path, self.token))
         if path.startswith("/api/whoami"):
             self.reply(200 if self.token == GOOD_TOKEN else 401, {"name": "tester", "type": "user"})
         elif path.startswith("/api/models/"):
@@ -104,7 +124,10 @@ class _Handler(BaseHTTPRequestHandler):
     def allowed(self, name: str) -> bool:
         repo = self.hub.repos.get(name)
         if repo is not None and repo.busy:
-            self.reply(repo.busy.pop(0), {"error": "busy"})
+            self.busy(repo, repo.busy.pop(0))
+            return False
+        if repo is not None and repo.forbidden:
+            self.reply(403, {"error": "forbidden"})
             return False
         if self.token is not None and self.token != GOOD_TOKEN and not self.token.startswith("hf_known"):
             self.reply(401, {"error": "bad"}, {"X-Error-Message": "Invalid credentials in Authorization header"})
@@ -115,7 +138,9 @@ class _Handler(BaseHTTPRequestHandler):
             self.reply(code, {"error": "Repository not found"}, {"X-Error-Code": "RepoNotFound"})
             return False
         if repo.gated and self.token != GOOD_TOKEN:
-            self.reply(403 if self.token else 401, {"error": "gated"}, {"X-Error-Code": "GatedRepo"})
+            said = "Your request to access model is awaiting a review from the repo authors." * repo.awaits_review
+            headers = {"X-Error-Code": "GatedRepo"} | ({"X-Error-Message": said} if said else {})
+            self.reply(403 if self.token else 401, {"error": said or "gated"}, headers)
             return False
         return True
 
@@ -131,8 +156,9 @@ class _Handler(BaseHTTPRequestHandler):
         for path, content in repo.files.items():
             entry: dict[str, Any] = {"rfilename": path}
             if repo.sizes_in_listing:
-                entry |= {"size": len(content), "blobId": "0" * 40}
-                entry["lfs"] = {"sha256": sha256(content), "size": len(content), "pointerSize": 134}
+                size = repo.announced.get(path, len(content))
+                entry |= {"size": size, "blobId": "0" * 40}
+                entry["lfs"] = {"sha256": sha256(content), "size": size, "pointerSize": 134}
             siblings.append(entry)
         return {"id": name, "modelId": name, "sha": repo.commit, "siblings": siblings, "tags": [], "downloads": 0}
 
@@ -141,15 +167,28 @@ class _Handler(BaseHTTPRequestHandler):
         if content is None:
             self.reply(404, {"error": "no entry"}, {"X-Error-Code": "EntryNotFound"})
             return
+        if repo.busy_files:
+            self.busy(repo, repo.busy_files.pop(0))
+            return
+        if repo.blobs_at is not None:
+            self.redirect(repo.blobs_at + self.path, 302)
+            return
+        asked = self.headers.get("Range")
+        if asked and path in repo.changes_to:
+            content = repo.files[path] = repo.changes_to.pop(path)
         headers = {"ETag": f'"{sha256(content)}"', "X-Repo-Commit": repo.commit}
         if path in repo.wrong_bytes:
             content = bytes(len(content))
-        start, code = 0, 200
-        asked = self.headers.get("Range")
+        start, end, code = 0, len(content), 200
         if asked and not repo.ignores_range:
-            start, code = int(asked.removeprefix("bytes=").split("-")[0]), 206
-            headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
-        body = content[start:]
+            first, last = asked.removeprefix("bytes=").split("-")
+            start, end, code = int(first), min(len(content), int(last) + 1) if last else len(content), 206
+            if start >= len(content):
+                self.reply(416, {"error": "range"}, {"Content-Range": f"bytes */{len(content)}"})
+                return
+            start += repo.shifted
+            headers["Content-Range"] = f"bytes {start}-{end - 1}/{len(content)}"
+        body = content[start:end]
         self.send_response(code)
         for key, value in (headers | {"Content-Length": str(len(body))}).items():
             self.send_header(key, value)
@@ -158,10 +197,14 @@ class _Handler(BaseHTTPRequestHandler):
             return
         if repo.hold is not None:
             repo.hold.wait(30)
-        cuts = repo.cut_after.get(path)
-        self.send_slowly(body[: cuts.pop(0)] if cuts else body, repo.slow)
-        if cuts is not None and len(body) and not self.wfile.closed:
+        cuts, left_out = repo.cut_after.get(path), repo.short.get(path, 0)
+        self.send_slowly(body[: cuts.pop(0)] if cuts else body[: len(body) - left_out], repo.slow)
+        if (left_out or cuts is not None) and len(body) and not self.wfile.closed:
             self.close_connection = True
+
+    def busy(self, repo: Repo, code: int) -> None:
+        pause = {} if repo.retry_after is None else {"Retry-After": str(repo.retry_after)}
+        self.reply(code, {"error": "busy"}, pause)
 
     def send_slowly(self, body: bytes, pause: float) -> None:
         step = 1 << 16 if pause else len(body) or 1
@@ -185,8 +228,8 @@ class _Handler(BaseHTTPRequestHandler):
         if self.command != "HEAD":
             self.wfile.write(body)
 
-    def redirect(self, target: str) -> None:
-        self.send_response(307)
+    def redirect(self, target: str, code: int = 307) -> None:
+        self.send_response(code)
         self.send_header("Location", target)
         self.send_header("Content-Length", "0")
         self.end_headers()
