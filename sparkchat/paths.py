@@ -33,6 +33,8 @@ class Paths:
     """The Hugging Face cache, shared with every other program that uses it."""
     shipped_profiles: Path
     shipped_drafters: Path
+    shipped_shapes: Path
+    """``NAME/config.json`` and ``NAME/drafter/config.json`` of profiles that run with dummy weights."""
 
     def to_json(self) -> dict[str, str]:
         return {f.name: str(getattr(self, f.name)) for f in fields(self)}
@@ -60,6 +62,7 @@ def user_paths() -> Paths:
         hub_cache=_hub_cache(),
         shipped_profiles=_shipped_profiles(),
         shipped_drafters=_PACKAGE / "drafters",
+        shipped_shapes=_PACKAGE / "shapes",
     )
 
 

@@ -149,11 +149,8 @@ def _refuse_parallel(options: Resolution) -> None:
         raise UsageError(f"{options.asked('tp')} is not possible; give 1, or leave it out")
     if options["tp"] > 1:
         raise UsageError(f"{options.asked('tp')}: this version runs on one device; leave it out")
-    if options["graphs"]:
-        reason = "CUDA graphs need a GPU, and this run is on the CPU"
-        if cost_device(options) != "cpu":
-            reason = "this version captures no CUDA graphs"
-        raise UsageError(f"{options.asked('graphs')}: {reason}; leave it out")
+    if options["graphs"] and cost_device(options) == "cpu":
+        raise UsageError(f"{options.asked('graphs')}: CUDA graphs need a GPU, and this run is on the CPU; leave it out")
 
 
 def _refuse_device(options: Resolution) -> None:
@@ -228,6 +225,7 @@ def build_config(
         context=options["context"],
         block_size=options["block_size"],
         mode=options["mode"],
+        graphs=options["graphs"],
         cost_table=cost_table(options),
         temperatures=None if profile is None else profile.get("speculation.temperatures"),
         chat_template=None if profile is None else profile.get("model.chat_template"),

@@ -8,15 +8,16 @@ from pathlib import Path
 
 import typer
 
-from sparkchat.catalog import check_inner_drafter, find_drafter, find_model
+from sparkchat.catalog import DrafterRef, ModelRef, check_inner_drafter, find_drafter, find_model
 from sparkchat.cli.arguments import session, typed_flags
 from sparkchat.cli.progress import fetch_progress
 from sparkchat.config import RunConfig
 from sparkchat.errors import SparkchatError, UsageError
 from sparkchat.fit import refuse_too_large
 from sparkchat.locate import Located, is_offline, locate
-from sparkchat.paths import user_paths
+from sparkchat.paths import Paths, user_paths
 from sparkchat.resolve import Resolution, build_config, refuse_impossible, resolve_options
+from sparkchat.simulation import WHAT, parse_simulation
 
 
 def chosen_model(argument: str | None) -> str | None:
@@ -30,8 +31,11 @@ def prepare(ctx: typer.Context) -> RunConfig:
     model = find_model(chosen_model(params["model"]), paths)
     options = resolve_options(model.profile, typed_flags(ctx), os.environ)
     drafter = find_drafter(options["drafter"], model, paths)
+    if params.get("dummy_weights", False):
+        model, drafter = dummy_shapes(model, drafter, paths)
     refuse_impossible(options, model, drafter)
     _refuse_pointless(ctx, options)
+    _refuse_simulation(params.get("simulate_acceptance"), drafter)
     refuse_too_large(options, model)
     trace = _trace_path(params["trace"], params["force"])
     offline = is_offline(params["offline"])
@@ -49,8 +53,14 @@ def prepare(ctx: typer.Context) -> RunConfig:
     # What a model can do is known for certain only now that it is here.
     refuse_impossible(options, replace(model, path=found.path), drafter)
     config = build_config(options, model, drafter, (found, found_drafter), paths)
+    spec = replace(
+        config.spec,
+        dummy_weights=params.get("dummy_weights", False),
+        simulate_acceptance=params.get("simulate_acceptance"),
+    )
     return replace(
         config,
+        spec=spec,
         raw=params["raw"],
         trace_path=trace,
         trace_force=params["force"],
@@ -68,6 +78,32 @@ def _refuse_pointless(ctx: typer.Context, options: Resolution) -> None:
                 raise UsageError(f"{options.asked(name)} has no place with --raw, which sends the exact text; drop one")
     if ctx.params["force"] and ctx.params["trace"] is None:
         raise UsageError("--force overwrites a trace file, but no --trace FILE was given; add it, or drop --force")
+
+
+def dummy_shapes(model: ModelRef, drafter: DrafterRef, paths: Paths) -> tuple[ModelRef, DrafterRef]:
+    """Where the configs lie that dummy weights are made for: a local folder's own, or those shipped for a profile."""
+    shipped = paths.shipped_shapes / model.name
+    path = model.path or shipped
+    if not (path / "config.json").is_file():
+        known = sorted(folder.name for folder in paths.shipped_shapes.glob("*") if folder.is_dir())
+        raise UsageError(
+            f"--dummy-weights: no shapes of {model.name} are shipped; give {', '.join(known)}, "
+            "or a folder with a config.json"
+        )
+    if drafter.path is None and drafter.is_present:
+        folder = shipped / "drafter"
+        drafter = DrafterRef(path=folder) if folder.is_dir() else DrafterRef(reason_off="no drafter: no shapes of it")
+    return replace(model, path=path), drafter
+
+
+def _refuse_simulation(text: str | None, drafter: DrafterRef) -> None:
+    if text is None:
+        return
+    parse_simulation(text)
+    if not drafter.is_present:
+        raise UsageError(
+            f"{WHAT} {text} needs a drafter, but {drafter.reason_off or 'no drafter'}; give --drafter PATH"
+        )
 
 
 def _trace_path(path: Path | None, force: bool) -> Path | None:

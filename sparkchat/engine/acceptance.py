@@ -36,6 +36,9 @@ class Proposal:
     draft_to_target: Tensor | None = None
     """[Vd] int64 target id of each draft id, all different, or [R, g, Vd] where every place has its own; None when
     the vocabularies are the same."""
+    chance: Tensor | None = None
+    """[R, g] float64: where acceptance is simulated, how likely each draft is to pass whatever the laws say. The token
+    after the accepted run is then a plain draw from p."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,7 @@ def accept(
     u_next: Tensor,
     cap: Sequence[int] | Tensor | None = None,
     *,
-    greedy: Sequence[bool] | None = None,
+    greedy: Sequence[bool] | Tensor | None = None,
     target_argmax: Tensor | None = None,
 ) -> Acceptance:
     """Test the first ``verify_len[r]`` drafts of every request and choose the token after them.
@@ -82,14 +85,14 @@ def accept(
     length) are in [0, 1). ``proposal`` None means plain rows. With ``cap [R]`` at most that many drafts are committed
     and the next one, if it was accepted, becomes the next token. Requests marked ``greedy`` are decided by
     ``target_argmax [N]`` alone, as if both laws were one-hot: their rows of ``p`` are not read, and ``p`` may be None
-    when all are.
+    when all are. Tensors that lie on the device already are read there: nothing then waits for the host.
     """
     device = target_argmax.device if p is None else p.device  # type: ignore[union-attr]
     starts = torch.as_tensor(row_start, dtype=torch.int64).to(device)
     lens = torch.as_tensor(verify_len, dtype=torch.int64).to(device)
     is_greedy = torch.zeros_like(lens, dtype=torch.bool)
     if greedy is not None:
-        is_greedy = torch.tensor(list(greedy), dtype=torch.bool, device=device)
+        is_greedy = torch.as_tensor(greedy, dtype=torch.bool, device=device)
     passed, p_draft, p_target = _test(p, starts, lens, proposal, u_accept, is_greedy, target_argmax)
     full = passed.long().cumprod(dim=1).sum(dim=1)
     limit = lens if cap is None else torch.minimum(lens, torch.as_tensor(cap, dtype=torch.int64).to(device))
@@ -132,7 +135,11 @@ def _test(
         drawn_from = proposal.probs.gather(2, proposal.draft_index.to(device)[..., None])[..., 0].double()
         q_x = torch.where(is_greedy[:, None], q_x, drawn_from)
         p_x = torch.where(is_greedy[:, None], p_x, p[rows, ids.clamp(min=0)].double())
-    passed = tested & drafted & (q_x > 0) & (u[:, : ids.shape[1]].to(device) * q_x < p_x)
+    u = u[:, : ids.shape[1]].to(device)
+    if proposal.chance is not None:
+        passed = tested & drafted & (u < proposal.chance.to(device))
+    else:
+        passed = tested & drafted & (q_x > 0) & (u * q_x < p_x)
     return passed, q_x.masked_fill(~drafted, torch.nan), p_x.masked_fill(~tested, torch.nan)
 
 
@@ -148,14 +155,13 @@ def _draw_next(
 ) -> Tensor:
     """``[R]``: a residual draw where draft ``taken`` was rejected, a plain draw from the target's law elsewhere."""
     if p is None:
-        assert target_argmax is not None
-        assert bool(is_greedy.all())
+        assert target_argmax is not None  # and every request is greedy
         return target_argmax[rows]
     u = u_next.to(p.device)
     if u.dim() == 2:
         u = u.gather(1, taken[:, None])[:, 0]
     weights = p[rows]
-    if proposal is not None and proposal.probs is not None:
+    if proposal is not None and proposal.probs is not None and proposal.chance is None:
         place = taken.clamp(max=proposal.ids.shape[1] - 1)
         everyone = torch.arange(len(rows), device=p.device)
         q = proposal.probs[everyone, place]

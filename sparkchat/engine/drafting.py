@@ -14,6 +14,7 @@ from sparkchat.engine.batch import pack_rows
 from sparkchat.engine.laws import draft_laws
 from sparkchat.engine.pair import LoadedPair
 from sparkchat.engine.request import RequestState
+from sparkchat.engine.simulated import simulate
 from sparkchat.engine.slots import flush_contexts
 
 
@@ -47,9 +48,9 @@ def propose(pair: LoadedPair, states: Sequence[RequestState], lens: Sequence[int
     )
     hidden = pair.drafter.backbone(batch, pair.draft_cache)
     base = pair.drafter.base_logits(hidden)
-    if shortlist.suits(pair):
-        return _draw_from_shortlist(pair, states, lens, drafting, batch.row_starts, hidden, base)
-    return _draw_block(pair, states, lens, drafting, batch.row_starts, hidden, base)
+    draw = _draw_from_shortlist if shortlist.suits(pair) else _draw_block
+    draft = draw(pair, states, lens, drafting, batch.row_starts, hidden, base)
+    return draft if pair.simulated is None else simulate(pair.simulated, draft, states)
 
 
 def _draw_from_shortlist(

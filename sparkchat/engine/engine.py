@@ -164,21 +164,17 @@ class Engine:
     def _retire(self) -> list[Event]:
         events: list[Event] = []
         for state in self._scheduler.retire():
-            events.append(
-                {
-                    "event": "end",
-                    "id": state.id,
-                    "result": finished_result(
-                        state,
-                        model=self.spec.name,
-                        drafter=loading.drafter_name(self.spec, self.pair),
-                        load_ms=self.load_ms,
-                        mode=self._mode_of(state),
-                        reason_off=self._reason_off(state),
-                    ),
-                    "thinking": state.output.thinking,
-                }
+            result = finished_result(
+                state,
+                model=self.spec.name,
+                drafter=loading.drafter_name(self.spec, self.pair),
+                load_ms=self.load_ms,
+                mode=self._mode_of(state),
+                reason_off=self._reason_off(state),
             )
+            if self.pair.simulated is not None:
+                result["speculation"]["simulated"] = self.pair.simulated.label
+            events.append({"event": "end", "id": state.id, "result": result, "thinking": state.output.thinking})
         return events
 
     def _mode_of(self, state: RequestState) -> Mode:

@@ -21,6 +21,7 @@ from sparkchat.engine.text_model import TextModel
 from sparkchat.errors import UsageError
 from sparkchat.models import load_drafter, load_target
 from sparkchat.params import MODES, LoadSpec
+from sparkchat.simulation import WHAT, SimulatedAcceptance, parse_simulation
 
 Progress = Callable[[dict[str, Any]], None]
 
@@ -35,12 +36,13 @@ def load_pair(spec: LoadSpec, progress: Progress) -> tuple[LoadedPair, TextModel
     if device.type == "cpu":
         torch.set_num_threads(spec.threads or len(os.sched_getaffinity(0)))
     _say(progress, "weights", f"loading {spec.name}")
-    target = load_target(Path(spec.model_path), device=device, dtype=_dtype(spec.dtype, device))
+    dtype, is_dummy = _dtype(spec.dtype, device), spec.dummy_weights
+    target = load_target(Path(spec.model_path), device=device, dtype=dtype, is_dummy=is_dummy)
     context = _context(spec, target.config.max_context)
     drafter, reason = None, f"{spec.name} has no drafter"
     if spec.drafter_path is not None:
         _say(progress, "drafter", "loading the drafter")
-        drafter = load_drafter(Path(spec.drafter_path), target, device=device, dtype=_dtype(spec.dtype, device))
+        drafter = load_drafter(Path(spec.drafter_path), target, device=device, dtype=dtype, is_dummy=is_dummy)
         reason = None
         _check_pair(spec, drafter.config.block_size)
     elif spec.block_size is not None:
@@ -66,6 +68,7 @@ def load_pair(spec: LoadSpec, progress: Progress) -> tuple[LoadedPair, TextModel
         context=context,
         kv_bytes_per_token=target.config.kv_bytes_per_token,
         damaged_ids=target.embedding.damaged_ids(),
+        simulated=_simulated(spec, drafter),
     )
     return pair, text
 
@@ -99,7 +102,9 @@ def describe(spec: LoadSpec, pair: LoadedPair, text: TextModel, load_ms: float) 
         "kernels": {"linear": pair.target.config.linear_kernel},
         "graphs": False,
         "chat_template": text.template_source,
-        "notices": list(text.notices),
+        "dummy_weights": spec.dummy_weights,
+        "simulated": None if pair.simulated is None else describe_simulation(pair.simulated),
+        "notices": [*_meaningless(spec, pair), *text.notices],
     }
 
 
@@ -130,6 +135,33 @@ def _check_pair(spec: LoadSpec, trained: int) -> None:
             f"{len(spec.temperatures)} confidence temperatures were given for blocks of {spec.block_size or trained}; "
             "give one per draft position"
         )
+
+
+def _simulated(spec: LoadSpec, drafter: Any) -> SimulatedAcceptance | None:
+    if spec.simulate_acceptance is None:
+        return None
+    simulated = parse_simulation(spec.simulate_acceptance)
+    if drafter is None:
+        raise UsageError(f"{WHAT} {simulated.label} needs a drafter, and {spec.name} has none; give --drafter")
+    simulated.check_block(spec.block_size or drafter.config.block_size)
+    return simulated
+
+
+def describe_simulation(simulated: SimulatedAcceptance) -> dict[str, Any]:
+    """What events and traces of such a run say it is."""
+    return {"profile": simulated.label, "survival": list(simulated.survivals)}
+
+
+def _meaningless(spec: LoadSpec, pair: LoadedPair) -> list[str]:
+    """What makes the text of this run mean nothing, for the user to see first."""
+    found = []
+    if spec.dummy_weights:
+        found.append("the weights are random (--dummy-weights): speeds are real, the text means nothing")
+    if pair.simulated is not None:
+        found.append(
+            f"acceptance is simulated ({pair.simulated.label}): drafts pass by chance, and the text means nothing"
+        )
+    return found
 
 
 def _context(spec: LoadSpec, longest: int) -> int:

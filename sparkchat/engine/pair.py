@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from sparkchat.engine.cost_table import CostLookup
+from sparkchat.simulation import SimulatedAcceptance
 
 if TYPE_CHECKING:
     from sparkchat.models.base import KVCache, TargetModel
@@ -34,6 +35,9 @@ class LoadedPair:
     kv_bytes_per_token: int = 0
     damaged_ids: frozenset[int] = frozenset()
     """Tokens whose embedding in the target is not of numbers."""
+
+    simulated: SimulatedAcceptance | None = None
+    """Drafts pass by these chances, not by the models' laws: for timing alone."""
 
     @property
     def block_size(self) -> int:

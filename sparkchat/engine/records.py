@@ -98,6 +98,7 @@ def step_event(
         "predicted_theta": chosen.predicted_theta,
         "graph": {"replayed": False, "key": None},
         "fallback": fallback,
+        "simulated": None if pair.simulated is None else pair.simulated.label,
         "rows_reclaimed": reclaimed,
         "bytes_reclaimed": reclaimed * pair.kv_bytes_per_token,
         "tokens_per_second": state.tokens_per_second,

@@ -31,9 +31,11 @@ class DrawKind(IntEnum):
     """Tests draft token ``slot``."""
     NEXT = 2
     """Draws the token after the accepted run: bonus, residual, or a plain step."""
+    SIMULATE = 3
+    """Makes up how likely draft token ``slot`` is to pass, where acceptance is simulated."""
 
 
-DRAFT, ACCEPT, NEXT = DrawKind
+DRAFT, ACCEPT, NEXT, SIMULATE = DrawKind
 
 
 def uniforms(seeds: Sequence[int], rounds: Sequence[int], slot0: int, n: int, kind: DrawKind) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 from sparkchat.errors import ModelNotFound, UsageError
 from sparkchat.models.base import ForwardBatch, KVCache, ModelConfig, TargetModel
 from sparkchat.models.dense import DenseModel
+from sparkchat.models.dummy import DRAFTER_ABSENT, DummySource
 from sparkchat.models.hf_config import architecture_of, parse_target, read_config
 from sparkchat.models.weights import FolderSource
 
@@ -28,14 +29,31 @@ TARGETS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3F
 DEEPSEEK_V4 = "DeepseekV4ForCausalLM"
 
 
-def load_target(path: Path, *, device: torch.device, dtype: torch.dtype | None = None) -> DenseModel | DeepseekV4:
+def load_target(
+    path: Path, *, device: torch.device, dtype: torch.dtype | None = None, is_dummy: bool = False
+) -> DenseModel | DeepseekV4:
     """Load a target from a Hugging Face folder or a .gguf file.
 
-    ``dtype`` None is the file's own format on the CPU and bfloat16 on a GPU.
+    ``dtype`` None is the file's own format on the CPU and bfloat16 on a GPU. ``is_dummy``: read config.json alone and
+    make up the weights (dummy.py).
     Raises ModelNotFound, UsageError (architecture or feature not supported) or DamagedFile.
     """
     with _one_thread():
+        if is_dummy:
+            return _dummy_target(Path(path), device, dtype)
         return _load_target(Path(path), device, dtype)
+
+
+def _dummy_target(path: Path, device: torch.device, dtype: torch.dtype | None) -> DenseModel:
+    if not (path / "config.json").is_file():
+        raise UsageError(f"dummy weights need a config.json, and {path} is no folder with one; give a model folder")
+    config = read_config(path)
+    name = architecture_of(config)
+    if name not in TARGETS:
+        raise UsageError(f"{path}: dummy weights are made for {', '.join(TARGETS)} alone, and this is {name}")
+    dtype = dtype or torch.bfloat16
+    source = DummySource(device, dtype)
+    return DenseModel(source, parse_target(path, config), device, dtype, "model.")
 
 
 @contextmanager
@@ -84,9 +102,16 @@ def _own_dtype(source: FolderSource, device: torch.device) -> torch.dtype:
 
 
 def load_drafter(
-    path: Path, target: DenseModel | DeepseekV4, *, device: torch.device, dtype: torch.dtype | None = None
+    path: Path,
+    target: DenseModel | DeepseekV4,
+    *,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+    is_dummy: bool = False,
 ) -> Drafter | DsparkDrafter | MtpDrafter:
     """Load the drafter in a DeepSpec folder, or in a DeepSeek V4 checkpoint, for ``target``.
+
+    ``is_dummy``: read config.json alone and make up the weights.
 
     Raises as ``load_target`` does.
     """
@@ -98,4 +123,5 @@ def load_drafter(
             return load_inner_drafter(path, target, device=device, dtype=dtype)
         from sparkchat.models.dspark.drafter import Drafter
 
-        return Drafter.load(path, target, device=device, dtype=dtype)
+        source = DummySource(device, dtype or torch.bfloat16, DRAFTER_ABSENT) if is_dummy else None
+        return Drafter.load(path, target, device=device, dtype=dtype, source=source)

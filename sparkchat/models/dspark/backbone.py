@@ -15,13 +15,13 @@ from sparkchat.models.kv_cache import KVCache
 from sparkchat.models.layers import Embedding, RMSNorm, rotate_
 from sparkchat.models.linear import make_linear
 from sparkchat.models.quant import Weight, dense, stack_rows
-from sparkchat.models.weights import FolderSource, rotary_pairs
+from sparkchat.models.weights import TensorSource, rotary_pairs
 
 
 class ContextProjection:
     """Target features -> keys and values of all draft layers, in one product."""
 
-    def __init__(self, source: FolderSource, stack: DecoderStack, taps: int, device: torch.device, dtype: torch.dtype):
+    def __init__(self, source: TensorSource, stack: DecoderStack, taps: int, device: torch.device, dtype: torch.dtype):
         shape = stack.shape
         self._shape = shape
         self._fc = make_linear(
@@ -55,7 +55,7 @@ class Backbone:
 
     def __init__(
         self,
-        source: FolderSource,
+        source: TensorSource,
         stack: DecoderStack,
         embedding: Embedding,
         taps: int,

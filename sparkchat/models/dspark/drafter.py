@@ -18,11 +18,13 @@ from sparkchat.models.dense import DecoderStack, DenseModel
 from sparkchat.models.dspark.backbone import Backbone
 from sparkchat.models.dspark.config import DrafterConfig, read_drafter_config
 from sparkchat.models.dspark.heads import ConfidenceHead, VanillaHead, load_confidence, load_head
+from sparkchat.models.dummy import DummySource
 from sparkchat.models.kv_cache import KVCache
 from sparkchat.models.layers import Embedding
 from sparkchat.models.linear import Linear, make_linear
 from sparkchat.models.weights import FolderSource
 
+DraftSource = FolderSource | DummySource
 MAX_SPAN = 1 << 20
 """Context and blocks live in a store that grows, so a span may be of any length."""
 
@@ -47,11 +49,22 @@ class Drafter:
         self._kv_dtype = kv_dtype
 
     @classmethod
-    def load(cls, path: Path, target: DenseModel, *, device: torch.device, dtype: torch.dtype | None) -> Drafter:
-        """Raises ModelNotFound, DamagedFile, or UsageError where it does not fit ``target``."""
+    def load(
+        cls,
+        path: Path,
+        target: DenseModel,
+        *,
+        device: torch.device,
+        dtype: torch.dtype | None,
+        source: DraftSource | None = None,
+    ) -> Drafter:
+        """``source`` None reads the folder's own weights.
+
+        Raises ModelNotFound, DamagedFile, or UsageError where it does not fit ``target``.
+        """
         config = read_drafter_config(path)
         check_fit(path, config, target)
-        source = FolderSource(path)
+        source = source or FolderSource(path)
         mapping = _take_mapping(path, source, config)
         linear_dtype = dtype or _linear_dtype(source, device)
         dtype = torch.bfloat16 if linear_dtype is torch.int8 else linear_dtype
@@ -174,7 +187,7 @@ def check_fit(path: Path, config: DrafterConfig, target: DenseModel) -> None:
     )
 
 
-def _take_mapping(path: Path, source: FolderSource, config: DrafterConfig) -> Tensor | None:
+def _take_mapping(path: Path, source: DraftSource, config: DrafterConfig) -> Tensor | None:
     """Target ids [Vd] of a reduced draft vocabulary (d2t holds differences), or None."""
     if "d2t" not in source:
         if config.draft_vocab_size != config.vocab_size:
@@ -190,7 +203,7 @@ def _take_mapping(path: Path, source: FolderSource, config: DrafterConfig) -> Te
 
 
 def _load_base_head(
-    source: FolderSource,
+    source: DraftSource,
     config: DrafterConfig,
     target: DenseModel,
     mapping: Tensor | None,
@@ -206,7 +219,7 @@ def _load_base_head(
     return make_linear(target.head_rows(mapping), None, device=device, dtype=dtype)
 
 
-def _linear_dtype(source: FolderSource, device: torch.device) -> torch.dtype:
+def _linear_dtype(source: DraftSource, device: torch.device) -> torch.dtype:
     """Format of the large matrices where nothing was asked for: rounded to 8 bits on the CPU, unless stored in fp32.
 
     Rounding moves the law that drafts are drawn from, not the law of the output.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sparkchat.models.linear import Linear, make_linear
-from sparkchat.models.weights import FolderSource
+from sparkchat.models.weights import TensorSource
 
 
 class SequentialHead(Protocol):
@@ -102,7 +102,7 @@ class ConfidenceHead:
 
 
 def load_head(
-    source: FolderSource, kind: str, sizes: tuple[int, int, int, int], device: torch.device, dtype: torch.dtype
+    source: TensorSource, kind: str, sizes: tuple[int, int, int, int], device: torch.device, dtype: torch.dtype
 ) -> VanillaHead:
     """Take the head's tensors. ``sizes`` are V, Vd, d, r. Raises DamagedFile."""
     vocab, draft_vocab, d, r = sizes
@@ -124,7 +124,7 @@ def load_head(
     return VanillaHead(w1, w2, rows)
 
 
-def load_confidence(source: FolderSource, d: int, embedding: Tensor | None, device: torch.device) -> ConfidenceHead:
+def load_confidence(source: TensorSource, d: int, embedding: Tensor | None, device: torch.device) -> ConfidenceHead:
     """Take the confidence head's tensors; float32, because calibration works on its logits. Raises DamagedFile.
 
     Numbers that are none are let through: a confidence is only advice, and the engine does without it.

@@ -1,0 +1,87 @@
+"""Simulated acceptance: the chances are the profile's, the confidences know them, and every record says so."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cases.harness import Runner, random_prompts
+from fixtures.shapes import write_shapes
+from sparkchat.engine.engine import Engine
+from sparkchat.errors import UsageError
+from sparkchat.params import LoadSpec
+from sparkchat.simulation import BUILT_IN, acceptance_of_length, parse_simulation
+
+
+@pytest.fixture(scope="module")
+def simulated(tmp_path_factory: pytest.TempPathFactory) -> Runner:
+    folder = write_shapes(tmp_path_factory.mktemp("shapes"))
+    spec = LoadSpec(
+        "shapes",
+        str(folder),
+        str(folder / "drafter"),
+        device="cpu",
+        dtype="float32",
+        context=700,
+        concurrency=8,
+        dummy_weights=True,
+        simulate_acceptance="chat",
+    )
+    return Runner(Engine(spec))
+
+
+def test_acceptance_by_position_is_the_profiles(simulated: Runner) -> None:
+    lines = [
+        {"prompt_ids": prompt, "mode": "static", "max_tokens": 600, "ignore_eos": True, "temperature": n % 2, "seed": n}
+        for n, prompt in enumerate(random_prompts(8, 20))
+    ]
+    outcomes = simulated.watch(lines)
+    steps = [step for outcome in outcomes for step in outcome.steps[:-1]]
+    assert len(steps) > 1000
+    for k, mean in enumerate(BUILT_IN["chat"]):
+        tested = [s for s in steps if s["correct_drafts"] >= k]
+        passed = sum(s["correct_drafts"] > k for s in tested) / len(tested)
+        assert abs(passed - mean) < 4.5 * (mean * (1 - mean) / len(tested)) ** 0.5
+        sure, unsure = ([s for s in tested if (s["confidence"][k] > mean) == above] for above in (True, False))
+        assert sum(s["correct_drafts"] > k for s in sure) / len(sure) > sum(
+            s["correct_drafts"] > k for s in unsure
+        ) / len(unsure)
+
+
+def test_every_record_says_that_it_is_simulated(simulated: Runner) -> None:
+    (outcome,) = simulated.watch([{"prompt_ids": [301], "max_tokens": 9, "ignore_eos": True}])
+    assert {step["simulated"] for step in outcome.steps} == {"chat"}
+    assert outcome.result["speculation"]["simulated"] == "chat"
+    assert simulated.engine.info["simulated"]["profile"] == "chat"
+    assert any("simulated" in sentence for sentence in simulated.engine.info["notices"])
+    assert any("random" in sentence for sentence in simulated.engine.info["notices"])
+
+
+def test_the_same_seed_gives_the_same_run(simulated: Runner) -> None:
+    line: dict[str, Any] = {"prompt_ids": [301, 302], "max_tokens": 60, "temperature": 1.0, "seed": 5}
+    assert simulated.ids([line]) == simulated.ids([line])
+
+
+def test_profiles_are_read_from_lists_and_files(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps({"survivals": [0.8, 0.4]}))
+    for text in ("0.8,0.4", "[0.8, 0.4]", str(path)):
+        assert parse_simulation(text).conditional == pytest.approx((0.8, 0.5))
+    assert parse_simulation("math").acceptance_length == pytest.approx(5.56, abs=0.02)
+    assert acceptance_of_length(3.72, 7).acceptance_length == pytest.approx(3.72)
+
+
+@pytest.mark.parametrize("text", ["nothing", "", "0.5,0.6", "1.5", "0.5,nan"])
+def test_what_is_no_profile_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="--simulate-acceptance"):
+        parse_simulation(text)
+
+
+def test_a_profile_shorter_than_the_block_is_refused(tmp_path: Path) -> None:
+    folder = write_shapes(tmp_path)
+    settings = {"device": "cpu", "dtype": "float32", "dummy_weights": True, "simulate_acceptance": "0.9,0.8"}
+    with pytest.raises(UsageError, match="2 survivals for blocks of 7"):
+        Engine(LoadSpec("shapes", str(folder), str(folder / "drafter"), **settings))  # type: ignore[arg-type]
