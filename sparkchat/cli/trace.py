@@ -24,16 +24,16 @@ def register(app: typer.Typer) -> None:
 
 def summary(files: Files, json_: a.AsJson = False) -> None:
     """Tokens, acceptance and times of each FILE."""
-    from sparkchat.trace import read_trace, summarize
+    from sparkchat.trace import summarize
 
-    _show([summarize(read_trace(file)) for file in files], json_)
+    _show([summarize(file) for file in files], json_)
 
 
 def verify(files: Files, json_: a.AsJson = False) -> None:
     """Check that each FILE agrees with itself; exit 6 when one does not."""
     from sparkchat import trace
 
-    checked = [trace.verify(trace.read_trace(file)) for file in files]
+    checked = [trace.verify(file) for file in files]
     _show(checked, json_)
     bad = [str(report.path) for report in checked if not report.ok]
     if bad:

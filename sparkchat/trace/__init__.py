@@ -1,26 +1,26 @@
-"""Session traces (``*.spark.jsonl``, schema ``sparkchat.trace/1``): written, read, summed up and checked.
+"""Session traces (``*.spark.jsonl``, schema ``sparkchat.trace/1``): written, read, summed up, checked and converted.
 
 Standard library only.
 """
 
-from sparkchat.trace.reader import DamagedLine, Trace, TraceLine, Turn, read_trace
+from sparkchat.trace.reader import Damage, DamagedLine, TraceLine, read_lines
 from sparkchat.trace.schema import SCHEMA
 from sparkchat.trace.summary import TraceSummary, summarize
-from sparkchat.trace.verify import Failure, TurnReport, Verification, verify
+from sparkchat.trace.turn_check import Failure, TurnReport
+from sparkchat.trace.verify import Verification, verify
 from sparkchat.trace.writer import TraceWriter
 
 __all__ = [
     "SCHEMA",
+    "Damage",
     "DamagedLine",
     "Failure",
-    "Trace",
     "TraceLine",
     "TraceSummary",
     "TraceWriter",
-    "Turn",
     "TurnReport",
     "Verification",
-    "read_trace",
+    "read_lines",
     "summarize",
     "verify",
 ]

@@ -1,18 +1,28 @@
-"""Reads trace files, also damaged ones, as far as they go. The file is only ever opened for reading."""
+"""Reads trace files line by line, also damaged ones, as far as they go. The file is only ever opened for reading.
+
+Nothing here grows with the file: a line is handed on and forgotten, and one that is too long is passed over unread.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from sparkchat.errors import DamagedFile, SparkchatError, UsageError
 from sparkchat.strict_json import loads
 from sparkchat.trace.schema import FAMILY, LINE_TYPES, SCHEMA, shape_problem
 
+MOST_LINE_BYTES = 16 * 2**20
+"""A prompt or an answer of a million tokens fits; a longer line is damage."""
+MOST_LISTED = 100
+"""Damaged lines that are named one by one; the others are counted."""
+MOST_OPEN_ANSWERS = 4096
+"""Answers without an end at one place of the file; no engine decodes so many together."""
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, slots=True)
 class TraceLine:
     """A readable line. ``data`` of known types has the shapes of ``schema``."""
 
@@ -25,99 +35,114 @@ class TraceLine:
         return self.data["type"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class DamagedLine:
     """A line that cannot be used, and why."""
 
     number: int
     reason: str
+    is_cut: bool = False
+    """The file's last line was not finished: the writing process was killed."""
+
+    def to_json(self) -> dict[str, Any]:
+        return {"line": self.number, "reason": self.reason}
 
 
 @dataclass
-class Turn:
-    """One answer. ``start`` or ``end`` is None where its line is missing or damaged."""
+class Damage:
+    """What could not be read of a file; the first lines by name, the others as a count."""
 
-    number: int
-    header: TraceLine | None
-    """The header in force when the turn began."""
-    start: TraceLine | None = None
-    steps: list[TraceLine] = field(default_factory=list)
-    mode_changes: list[TraceLine] = field(default_factory=list)
-    errors: list[TraceLine] = field(default_factory=list)
-    end: TraceLine | None = None
-    repeated: list[TraceLine] = field(default_factory=list)
-    """Second turn or end lines of the same number."""
+    lines: list[DamagedLine] = field(default_factory=list)
+    num_lines: int = 0
+    last: DamagedLine | None = None
 
     @property
-    def id(self) -> Any:
-        first = next((line for line in (self.start, *self.steps, self.end) if line is not None), None)
-        return first.data.get("id") if first is not None else None
+    def is_cut(self) -> bool:
+        return self.last is not None and self.last.is_cut
 
-    @property
-    def block_size(self) -> int | None:
-        """Drafts a block of this turn."""
-        for line in (self.start, self.header):
-            if line is not None and line.data.get("block_size") is not None:
-                return line.data["block_size"]
-        return None
+    def add(self, line: DamagedLine) -> None:
+        self.num_lines += 1
+        self.last = line
+        if len(self.lines) < MOST_LISTED:
+            self.lines.append(line)
 
 
-@dataclass(frozen=True)
-class Trace:
-    """A whole file."""
-
-    path: Path
-    lines: tuple[TraceLine, ...]
-    """Every readable line in file order, also of types this version does not know."""
-    turns: tuple[Turn, ...]
-    damaged: tuple[DamagedLine, ...]
-    is_cut: bool
-    """The last line was not finished: the writing process was killed."""
-
-    @property
-    def header(self) -> Mapping[str, Any] | None:
-        """The first header, or None when its line is damaged."""
-        return next((line.data for line in self.lines if line.type == "header"), None)
-
-    @property
-    def errors(self) -> tuple[TraceLine, ...]:
-        return tuple(line for line in self.lines if line.type == "error")
-
-
-def read_trace(path: str | Path) -> Trace:
-    """Read a trace. Damaged lines are listed with their numbers and the rest is kept.
+def read_lines(path: str | Path, damage: Damage | None = None) -> Iterator[TraceLine]:
+    """Every readable line of a trace, also of types this version does not know; the others go to ``damage``.
 
     Raises UsageError when the file is not there or not a trace of a known schema, DamagedFile when no line can be read.
     """
-    path = Path(path)
-    lines: list[TraceLine] = []
-    damaged: list[DamagedLine] = []
-    is_cut = False
-    for number, raw in _raw_lines(path):
-        found = _parse(path, number, raw, is_first=not lines)
-        if isinstance(found, TraceLine):
-            lines.append(found)
-        elif raw.strip():
-            is_cut = not raw.endswith(b"\n")
-            damaged.append(DamagedLine(number, "cut off: the line has no end" if is_cut else found))
-    if not lines:
-        what = "empty" if not damaged else f"unreadable in every line (line {damaged[0].number}: {damaged[0].reason})"
-        raise DamagedFile(f"trace {path} is {what}; nothing can be shown")
-    return Trace(path, tuple(lines), tuple(_turns(lines)), tuple(damaged), is_cut)
+    damage = Damage() if damage is None else damage
+    with opened(Path(path)) as file:
+        for _, found in located_lines(Path(path), file):
+            if isinstance(found, TraceLine):
+                yield found
+            else:
+                damage.add(found)
 
 
-def _raw_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+def located_lines(path: Path, file: BinaryIO) -> Iterator[tuple[int, TraceLine | DamagedLine]]:
+    """(offset of the line in bytes, line) of the whole file. Raises as ``read_lines`` does."""
+    offset, number, num_read = 0, 0, 0
+    first_damage: DamagedLine | None = None
     try:
-        with path.open("rb") as file:
-            yield from enumerate(file, start=1)
+        for raw, length in _raw_lines(file):
+            number += 1
+            found = _parse(path, number, raw, is_first=not num_read)
+            if not isinstance(found, str):
+                num_read += 1
+                yield offset, found
+            elif raw.strip():
+                is_cut = not raw.endswith(b"\n")
+                line = DamagedLine(number, "cut off: the line has no end" if is_cut else found, is_cut)
+                first_damage = first_damage or line
+                yield offset, line
+            offset += length
+    except OSError as error:
+        raise SparkchatError(f"trace {path} cannot be read: {error.strerror}") from None
+    if not num_read:
+        what = "empty"
+        if first_damage is not None:
+            what = f"unreadable in every line (line {first_damage.number}: {first_damage.reason})"
+        raise DamagedFile(f"trace {path} is {what}; nothing can be shown")
+
+
+def line_at(path: Path, file: BinaryIO, offset: int, number: int) -> TraceLine:
+    """The line that ``located_lines`` found there. Raises DamagedFile when the file has changed since."""
+    file.seek(offset)
+    found = _parse(path, number, file.readline(MOST_LINE_BYTES + 1), is_first=False)
+    if isinstance(found, str):
+        raise DamagedFile(f"trace {path} has changed while it was read (line {number}: {found}); open it again")
+    return found
+
+
+def opened(path: Path) -> BinaryIO:
+    """The file for ``located_lines`` and ``line_at``. Raises UsageError when it is not there."""
+    try:
+        return path.open("rb")
     except FileNotFoundError:
         raise UsageError(f"trace {path} is not there; give the name of a .spark.jsonl file") from None
     except OSError as error:
         raise SparkchatError(f"trace {path} cannot be read: {error.strerror}") from None
 
 
+def _raw_lines(file: BinaryIO) -> Iterator[tuple[bytes, int]]:
+    """(line, its length in bytes); of a line that is too long only the beginning, with a line end."""
+    while raw := file.readline(MOST_LINE_BYTES + 1):
+        length = len(raw)
+        if length > MOST_LINE_BYTES and not raw.endswith(b"\n"):
+            while (rest := file.readline(MOST_LINE_BYTES)) and not rest.endswith(b"\n"):
+                length += len(rest)
+            length += len(rest)
+            yield raw + b"\n", length
+        else:
+            yield raw, length
+
+
 def _parse(path: Path, number: int, raw: bytes, *, is_first: bool) -> TraceLine | str:
     """The line, or the reason it cannot be used."""
+    if len(raw) > MOST_LINE_BYTES:
+        return f"longer than {MOST_LINE_BYTES >> 20} MiB"
     try:
         data = loads(raw.removeprefix(b"\xef\xbb\xbf"))
     except UnicodeDecodeError:
@@ -130,7 +155,7 @@ def _parse(path: Path, number: int, raw: bytes, *, is_first: bool) -> TraceLine 
     if schema != SCHEMA:
         if is_first:
             _refuse_schema(path, number, schema)
-        return f"schema {schema!r} in a file of {SCHEMA}"
+        return f"schema {_short(schema)} in a file of {SCHEMA}"
     if not isinstance(data.get("type"), str):
         return "no type"
     problem = shape_problem(data) if data["type"] in LINE_TYPES else None
@@ -139,37 +164,12 @@ def _parse(path: Path, number: int, raw: bytes, *, is_first: bool) -> TraceLine 
 
 def _refuse_schema(path: Path, number: int, schema: Any) -> None:
     if isinstance(schema, str) and schema.startswith(FAMILY):
-        raise UsageError(f"trace {path} has schema {schema}; this version reads {SCHEMA}: use a newer sparkchat")
-    shown = "no schema" if schema is None else f"schema {schema!r}"
+        shown = _short(schema)
+        raise UsageError(f"trace {path} has schema {shown}; this version reads {SCHEMA}: use a newer sparkchat")
+    shown = "no schema" if schema is None else f"schema {_short(schema)}"
     raise UsageError(f"{path} is not a trace: line {number} has {shown}; give a file that --trace has written")
 
 
-def _turns(lines: list[TraceLine]) -> list[Turn]:
-    """Lines of each turn together, turns in order of their numbers; answers decoded side by side may interleave."""
-    turns: dict[int, Turn] = {}
-    header: TraceLine | None = None
-    for line in lines:
-        if line.type == "header":
-            header = line
-            continue
-        number = line.data.get("turn")
-        if line.type not in LINE_TYPES or number is None:
-            continue
-        _put(turns.setdefault(number, Turn(number, header)), line)
-    return [turns[number] for number in sorted(turns)]
-
-
-def _put(turn: Turn, line: TraceLine) -> None:
-    if line.type == "step":
-        turn.steps.append(line)
-    elif line.type == "mode_change":
-        turn.mode_changes.append(line)
-    elif line.type == "error":
-        turn.errors.append(line)
-    elif getattr(turn, _SINGLE[line.type]) is None:
-        setattr(turn, _SINGLE[line.type], line)
-    else:
-        turn.repeated.append(line)
-
-
-_SINGLE = {"turn": "start", "end": "end"}
+def _short(value: Any) -> str:
+    shown = value if isinstance(value, str) else repr(value)
+    return shown if len(shown) <= 60 else f"{shown[:60]}…"

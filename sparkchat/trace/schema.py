@@ -70,13 +70,35 @@ def _list_of(check: Check) -> Check:
     return lambda value: isinstance(value, list) and all(check(item) for item in value)
 
 
+def _block_of(check: Check) -> Check:
+    """A list with an entry for each draft of a block, or for each row of it."""
+    return lambda value: isinstance(value, list) and len(value) <= _LONGEST_BLOCK + 1 and all(map(check, value))
+
+
 def _is_delta(value: Any) -> bool:
     return (
         isinstance(value, dict)
         and _is_text(value.get("text"))
         and _is_text(value.get("channel"))
         and _list_of(_is_count)(value.get("token_ids"))
+        and _list_of(_is_text)(value.get("origins", []))
     )
+
+
+def _is_reject(value: Any) -> bool:
+    if not isinstance(value, dict):
+        return False
+    counts = [value.get(name) for name in ("pos", "draft_id", "target_id", "target_rank")]
+    numbers = [value.get(name) for name in ("p_draft", "p_target")]
+    return all(item is None or _is_count(item) for item in counts) and all(
+        item is None or _is_number(item) for item in numbers
+    )
+
+
+def _is_cost_table(value: Any) -> bool:
+    if not isinstance(value, dict):
+        return False
+    return all(_list_of(_is_number)(value.get(name, [])) for name in ("rows", "step_ms"))
 
 
 def _is_speculation(value: Any) -> bool:
@@ -122,7 +144,8 @@ _TURN = (_is_count, "a turn number")
 _MAYBE_TURN = (_is_turn, "a turn number or null")
 _TEXT = (_is_text, "text")
 _NUMBER = (_is_number, "a number")
-_NUMBERS = (_list_of(lambda item: item is None or _is_number(item)), "a list of numbers")
+_NUMBERS = (_block_of(lambda item: item is None or _is_number(item)), "a short list of numbers")
+_BLOCK_IDS = (_block_of(_is_count), f"a list of at most {_LONGEST_BLOCK + 1} token ids")
 _OBJECT = (_is_object, "an object")
 _DELTAS = (_list_of(_is_delta), "a list of text pieces")
 
@@ -133,11 +156,11 @@ _REQUIRED: dict[str, dict[str, tuple[Check, str]]] = {
         "i": _COUNT,
         "mode": _TEXT,
         "prefix_len": _COUNT,
-        "draft_ids": _IDS,
+        "draft_ids": _BLOCK_IDS,
         "verify_len": _LENGTH,
         "rows": _LENGTH,
         "correct_drafts": _LENGTH,
-        "committed_ids": _IDS,
+        "committed_ids": _BLOCK_IDS,
     },
     "end": {
         "turn": _TURN,
@@ -148,9 +171,24 @@ _REQUIRED: dict[str, dict[str, tuple[Check, str]]] = {
     "error": {"message": _TEXT},
     "mode_change": {"to": _TEXT},
 }
-_MEASURED = ("draft_ms", "plan_ms", "verify_ms", "accept_ms", "step_ms", "predicted_step_ms", "predicted_theta")
+_MEASURED = (
+    "draft_ms",
+    "plan_ms",
+    "verify_ms",
+    "accept_ms",
+    "step_ms",
+    "predicted_step_ms",
+    "predicted_theta",
+    "tokens_per_second",
+)
 _OPTIONAL: dict[str, dict[str, tuple[Check, str]]] = {
-    "header": {"block_size": _LENGTH, "argv": (_list_of(_is_text), "a list of text"), "heads": _OBJECT},
+    "header": {
+        "block_size": _LENGTH,
+        "argv": (_list_of(_is_text), "a list of text"),
+        "heads": _OBJECT,
+        "cost_table": (_is_cost_table, "an object of costs"),
+        **dict.fromkeys(("model", "drafter", "device", "dtype", "mode", "reason_off", "created"), _TEXT),
+    },
     "turn": {
         "t_ns": _COUNT,
         "sampling": _OBJECT,
@@ -163,7 +201,7 @@ _OPTIONAL: dict[str, dict[str, tuple[Check, str]]] = {
     "step": {
         "t_ns": _COUNT,
         "mode_requested": _TEXT,
-        "draft_text": (_list_of(_is_text), "a list of text"),
+        "draft_text": (_block_of(_is_text), "a short list of text"),
         "draft_prob": _NUMBERS,
         "confidence_logit": _NUMBERS,
         "confidence": _NUMBERS,
@@ -171,7 +209,7 @@ _OPTIONAL: dict[str, dict[str, tuple[Check, str]]] = {
         "budget": _NUMBER,
         "cap_trim": _LENGTH,
         "bonus_token": _COUNT,
-        "reject": _OBJECT,
+        "reject": (_is_reject, "an object of ids and probabilities"),
         "graph": _OBJECT,
         "fallback": _TEXT,
         "rows_reclaimed": _NUMBER,

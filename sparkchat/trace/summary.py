@@ -5,15 +5,22 @@ Everything is counted from the step lines, so a trace without its end lines stil
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from sparkchat.trace.calibration import calibration, observations
-from sparkchat.trace.counts import SpeculationCounts
-from sparkchat.trace.reader import Trace, Turn
+from sparkchat.speculation import SpeculationCounts
+from sparkchat.trace.calibration import CalibrationScores, observations
+from sparkchat.trace.counts import acceptance_by_position, count_step
+from sparkchat.trace.open_answers import OpenAnswers
+from sparkchat.trace.reader import Damage, TraceLine, read_lines
 
 SUMMARY_SCHEMA = "sparkchat.trace-summary/1"
+_MOST_NAMES = 32
+"""Different modes and finish reasons that are told apart; a file that has more is not ours."""
+_OTHER = "(other)"
 
 
 @dataclass(frozen=True)
@@ -29,107 +36,180 @@ class TraceSummary:
         return "\n".join(_text_lines(self.data))
 
 
-def summarize(trace: Trace) -> TraceSummary:
-    """Count every step of the trace."""
-    header = trace.header or {}
-    steps = [line.data for turn in trace.turns for line in turn.steps]
-    counts = SpeculationCounts.of(steps)
-    ends = [turn.end.data for turn in trace.turns if turn.end is not None]
-    by_mode = {mode: _mode_figures(group) for mode, group in _by_mode(steps).items()}
-    return TraceSummary(
-        {
-            "schema": SUMMARY_SCHEMA,
-            "file": str(trace.path),
+def summarize(path: str | Path) -> TraceSummary:
+    """Count every step of the trace in one pass; see ``read_lines`` for its errors."""
+    damage, totals = Damage(), Totals()
+    for line in read_lines(path, damage):
+        totals.add(line)
+    return TraceSummary({"schema": SUMMARY_SCHEMA, "file": str(path), **totals.to_json(), **_damage_json(damage)})
+
+
+class Totals:
+    """What the lines seen so far come to."""
+
+    def __init__(self) -> None:
+        self.header: Mapping[str, Any] | None = None
+        self.all = StepFigures()
+        self.by_mode: dict[str, StepFigures] = {}
+        """By effective mode, in the order the modes first ran."""
+        self._answers: OpenAnswers[_Delivered] = OpenAnswers(_Delivered)
+        self._counts: Counter[str] = Counter()
+        self._reasons: Counter[str] = Counter()
+        self._decoded = _Ratio()
+        self._ttft = _Ratio()
+
+    def add(self, line: TraceLine) -> None:
+        data = line.data
+        if line.type == "header":
+            self.header = self.header or data
+        elif line.type == "turn":
+            self._answers.of(line)
+            self._counts["prompt_tokens"] += num_prompt_tokens(data) or 0
+        elif line.type == "step":
+            self._add_step(line)
+        elif line.type == "end":
+            self._add_end(line)
+        elif line.type in ("mode_change", "error"):
+            self._counts[line.type] += 1
+
+    def _add_step(self, line: TraceLine) -> None:
+        step = line.data
+        self.all.add(step)
+        self.by_mode.setdefault(_known(step["mode"], self.by_mode), StepFigures()).add(step)
+        answer = self._answers.of(line)
+        if answer is not None:
+            answer.num_tokens = (answer.num_tokens or 1) + len(step["committed_ids"])
+
+    def _add_end(self, line: TraceLine) -> None:
+        end = line.data
+        self._answers.close(line)
+        self._counts["ends"] += 1
+        self._counts["errors_at_end"] += end["finish_reason"] == "error"
+        self._counts["tokens"] += len(end["token_ids"])
+        self._reasons[_known(end["finish_reason"], self._reasons)] += 1
+        timing = end.get("timing") or {}
+        self._ttft.add(timing.get("ttft_ms"))
+        if len(end["token_ids"]) > 1:
+            # The first token comes from the prompt pass, and decode_ms begins with it.
+            self._decoded.add(timing.get("decode_ms"), len(end["token_ids"]) - 1)
+
+    def to_json(self) -> dict[str, Any]:
+        header, counts = self.header or {}, self._counts
+        open_tokens = sum(answer.num_tokens for answer in self._answers.left_open)
+        return {
             "model": header.get("model"),
             "drafter": header.get("drafter"),
             "device": header.get("device"),
             "block_size": header.get("block_size"),
-            "num_turns": len(trace.turns),
-            "num_complete_turns": len(ends),
-            "num_errors": len(trace.errors) + sum(end["finish_reason"] == "error" for end in ends),
-            "num_mode_changes": sum(line.type == "mode_change" for line in trace.lines),
-            "finish_reasons": _tally(end["finish_reason"] for end in ends),
-            "num_prompt_tokens": sum(_prompt_tokens(turn) for turn in trace.turns),
-            "num_completion_tokens": sum(_delivered(turn) for turn in trace.turns),
-            "num_committed_tokens": counts.num_committed,
-            **counts.to_json(),
-            "acceptance_by_position": counts.acceptance_by_position(),
-            "tokens_per_second": _tokens_per_second(ends),
-            "mean_ttft_ms": _mean((end.get("timing") or {}).get("ttft_ms") for end in ends),
-            "mean_step_ms": _mean(step.get("step_ms") for step in steps),
-            "modes": list(by_mode),
-            "by_mode": by_mode,
-            "calibration": calibration(found for step in steps for found in observations(step)),
-            "is_cut": trace.is_cut,
-            "damaged_lines": [{"line": line.number, "reason": line.reason} for line in trace.damaged],
+            "num_turns": self._answers.num_seen,
+            "num_complete_turns": counts["ends"],
+            "num_errors": counts["error"] + counts["errors_at_end"],
+            "num_mode_changes": counts["mode_change"],
+            "finish_reasons": dict(self._reasons),
+            "num_prompt_tokens": counts["prompt_tokens"],
+            "num_completion_tokens": counts["tokens"] + open_tokens,
+            "num_committed_tokens": self.all.counts.num_committed,
+            **self.all.counts.figures(),
+            "acceptance_by_position": acceptance_by_position(self.all.counts),
+            "tokens_per_second": self._decoded.weight_per_value(1e3),
+            "mean_ttft_ms": self._ttft.mean,
+            "mean_step_ms": self.all.step_ms.mean,
+            "modes": list(self.by_mode),
+            "by_mode": {mode: figures.to_json() for mode, figures in self.by_mode.items()},
+            "calibration": self.all.calibration.to_json(),
         }
-    )
 
 
-def _by_mode(steps: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
-    """Steps by effective mode, in the order the modes first ran."""
-    groups: dict[str, list[Mapping[str, Any]]] = {}
-    for step in steps:
-        groups.setdefault(step["mode"], []).append(step)
-    return groups
+class _Delivered:
+    """Tokens of an answer that has no end yet."""
+
+    num_tokens = 0
 
 
-def _mode_figures(steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    counts = SpeculationCounts.of(steps)
-    times = [step.get("step_ms") for step in steps]
-    total_ms = None if any(time is None for time in times) else sum(times)
-    trims = [step.get("cap_trim") for step in steps]
+class StepFigures:
+    """Counts and times of some steps."""
+
+    def __init__(self) -> None:
+        self.counts = SpeculationCounts()
+        self.calibration = CalibrationScores()
+        self.step_ms = _Ratio()
+        self.predicted_ms = _Ratio()
+        self._trimmed = _Ratio()
+        self._num_reclaimed: float = 0
+        self._num_fallbacks = 0
+
+    def add(self, step: Mapping[str, Any]) -> None:
+        count_step(self.counts, step)
+        self.calibration.add(observations(step))
+        self.step_ms.add(step.get("step_ms"))
+        self.predicted_ms.add(step.get("predicted_step_ms"))
+        self._trimmed.add(step.get("cap_trim"))
+        self._num_reclaimed += step.get("rows_reclaimed") or 0
+        self._num_fallbacks += step.get("fallback") is not None
+
+    def to_json(self) -> dict[str, Any]:
+        counts, total_ms = self.counts, self.step_ms.complete_total
+        return {
+            **counts.figures(),
+            "num_committed_tokens": counts.num_committed,
+            "acceptance_by_position": acceptance_by_position(counts),
+            "mean_verify_len": counts.num_verified / counts.num_steps if counts.num_steps else None,
+            "mean_step_ms": self.step_ms.mean,
+            "mean_predicted_step_ms": self.predicted_ms.mean,
+            # The time of a step is shared by all answers decoded in it.
+            "tokens_per_second": counts.num_committed / total_ms * 1e3 if total_ms else None,
+            # What a cap cost is known only where the whole block was verified.
+            "num_trimmed_tokens": self._trimmed.complete_total,
+            "num_rows_reclaimed": self._num_reclaimed,
+            "num_fallback_steps": self._num_fallbacks,
+            "calibration": self.calibration.to_json(),
+        }
+
+
+@dataclass
+class _Ratio:
+    """A sum of measured values and of their weights; unmeasured values are counted apart."""
+
+    total: float = 0
+    weight: float = 0
+    num_missing: int = 0
+
+    def add(self, value: float | None, weight: float = 1) -> None:
+        if value is None:
+            self.num_missing += 1
+        else:
+            self.total += value
+            self.weight += weight
+
+    @property
+    def mean(self) -> float | None:
+        return self.total / self.weight if self.weight else None
+
+    @property
+    def complete_total(self) -> float | None:
+        """The sum, or None when a value of it was not measured."""
+        return None if self.num_missing else self.total
+
+    def weight_per_value(self, scale: float) -> float | None:
+        return self.weight / self.total * scale if self.total > 0 else None
+
+
+def num_prompt_tokens(turn: Mapping[str, Any]) -> int | None:
+    """Prompt tokens by a turn line, or None when it does not say."""
+    number, ids = turn.get("num_prompt_tokens"), turn.get("prompt_token_ids")
+    return number if number is not None else None if ids is None else len(ids)
+
+
+def _known(name: str, names: Mapping[str, Any]) -> str:
+    return name if name in names or len(names) < _MOST_NAMES else _OTHER
+
+
+def _damage_json(damage: Damage) -> dict[str, Any]:
     return {
-        **counts.to_json(),
-        "num_committed_tokens": counts.num_committed,
-        "acceptance_by_position": counts.acceptance_by_position(),
-        "mean_verify_len": counts.num_verified / counts.num_steps,
-        "mean_step_ms": _mean(times),
-        "mean_predicted_step_ms": _mean(step.get("predicted_step_ms") for step in steps),
-        # The time of a step is shared by all answers decoded in it.
-        "tokens_per_second": counts.num_committed / total_ms * 1e3 if total_ms else None,
-        # What a cap cost is known only where the whole block was verified.
-        "num_trimmed_tokens": None if any(trim is None for trim in trims) else sum(trims),
-        "num_rows_reclaimed": sum(step.get("rows_reclaimed") or 0 for step in steps),
-        "num_fallback_steps": sum(step.get("fallback") is not None for step in steps),
-        "calibration": calibration(found for step in steps for found in observations(step)),
+        "is_cut": damage.is_cut,
+        "num_damaged_lines": damage.num_lines,
+        "damaged_lines": [line.to_json() for line in damage.lines],
     }
-
-
-def _delivered(turn: Turn) -> int:
-    if turn.end is not None:
-        return len(turn.end.data["token_ids"])
-    committed = sum(len(step.data["committed_ids"]) for step in turn.steps)
-    return committed + 1 if turn.steps else 0  # the first token comes from the prompt pass
-
-
-def _prompt_tokens(turn: Turn) -> int:
-    start = turn.start.data if turn.start is not None else {}
-    number = start.get("num_prompt_tokens")
-    return number if number is not None else len(start.get("prompt_token_ids") or [])
-
-
-def _tokens_per_second(ends: Sequence[Mapping[str, Any]]) -> float | None:
-    """Delivered tokens after each answer's first, over the time from its first token to its last."""
-    tokens, total_ms = 0, 0.0
-    for end in ends:
-        decode_ms = (end.get("timing") or {}).get("decode_ms")
-        if decode_ms is not None and len(end["token_ids"]) > 1:
-            tokens += len(end["token_ids"]) - 1
-            total_ms += decode_ms
-    return tokens / total_ms * 1e3 if total_ms > 0 else None
-
-
-def _mean(values: Iterable[float | None]) -> float | None:
-    measured = [value for value in values if value is not None]
-    return sum(measured) / len(measured) if measured else None
-
-
-def _tally(names: Iterable[str]) -> dict[str, int]:
-    counts: dict[str, int] = {}
-    for name in names:
-        counts[name] = counts.get(name, 0) + 1
-    return counts
 
 
 # text ----------------------------------------------------------------------------------------------------------------
@@ -156,7 +236,8 @@ def _text_lines(data: Mapping[str, Any]) -> list[str]:
         lines.append(_mode_line(mode, figures))
     lines += _calibration_lines(data["calibration"])
     lines += [f"line {damage['line']} is damaged: {damage['reason']}" for damage in data["damaged_lines"]]
-    return lines
+    unnamed = data["num_damaged_lines"] - len(data["damaged_lines"])
+    return [*lines, f"and {unnamed} damaged lines more"] if unnamed else lines
 
 
 def _position_table(rows: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -19,7 +19,7 @@ from typing import Any, Literal, Self
 
 from sparkchat.errors import NotEnoughDisk, SparkchatError, UsageError
 from sparkchat.strict_json import dumps
-from sparkchat.trace.calibration import Observation, calibration, observations
+from sparkchat.trace.calibration import CalibrationScores, observations
 from sparkchat.trace.schema import SCHEMA
 
 Redaction = Literal["none", "prompt"]
@@ -134,7 +134,7 @@ class TraceWriter:
         if turn is None:
             return []  # the trace was opened in the middle of this answer
         fields = _without(event, *_ENVELOPE)
-        turn.observations += observations(fields)
+        turn.calibration.add(observations(fields))
         return [_line("step", turn=turn.number, id=event["id"], **fields, deltas=turn.take_deltas())]
 
     def _mode_change(self, event: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -157,7 +157,7 @@ class TraceWriter:
                 id=event["id"],
                 **fields,
                 thinking=event.get("thinking", ""),
-                calibration=calibration(turn.observations),
+                calibration=turn.calibration.to_json(),
                 deltas=turn.take_deltas(),
             )
         ]
@@ -237,7 +237,7 @@ class _OpenTurn:
     def __init__(self, number: int) -> None:
         self.number = number
         self.deltas: list[dict[str, Any]] = []
-        self.observations: list[Observation] = []
+        self.calibration = CalibrationScores()
 
     def take_deltas(self) -> list[dict[str, Any]]:
         taken, self.deltas = self.deltas, []

@@ -18,11 +18,9 @@ from textual.message import Message
 from textual.screen import Screen
 
 from sparkchat.client import EngineClient
-from sparkchat.config import Color, RunConfig
+from sparkchat.config import RunConfig
 from sparkchat.errors import SparkchatError
-from sparkchat.params import MODES, LoadSpec
 from sparkchat.paths import user_paths
-from sparkchat.trace import read_trace
 from sparkchat.ui.bridge import Batch, Bridge, Engine
 from sparkchat.ui.clipboard import copied_message, is_too_long, osc52
 from sparkchat.ui.commands import COMMANDS
@@ -30,7 +28,6 @@ from sparkchat.ui.glyphs import glyphs
 from sparkchat.ui.history import History
 from sparkchat.ui.keymap import load_keymap
 from sparkchat.ui.live_chat import LiveChat, View
-from sparkchat.ui.recorded import RecordedEngine
 from sparkchat.ui.screens.help import HelpScreen
 from sparkchat.ui.screens.inspector import InspectorScreen
 from sparkchat.ui.terminal import TerminalGuard
@@ -368,23 +365,11 @@ def run_tui(config: RunConfig, make_engine: Callable[[], Engine] | None = None) 
     trace = TraceSink(config.argv)
     if config.trace_path is not None:
         trace.open(config.trace_path, config.trace_force)
-    return _run(SparkApp(config, make_engine or (lambda: EngineClient(config.spec)), trace), trace)
+    return run_app(SparkApp(config, make_engine or (lambda: EngineClient(config.spec)), trace), trace)
 
 
-def run_replay(path: Path, *, speed: float = 1.0, color: Color = "auto", ascii_only: bool = False) -> int:
-    """Play a recorded session on the screen; ``speed`` 2 is twice as fast, 0 shows it at once.
-
-    Raises UsageError or DamagedFile when the file is no trace.
-    """
-    recorded = read_trace(path)
-    mode = (recorded.header or {}).get("mode")
-    spec = LoadSpec(name=path.name, model_path=str(path), mode=mode if mode in MODES else "off")
-    config = RunConfig(spec=spec, label=f"replay of {path.name}", color=color, ascii=ascii_only)
-    trace = TraceSink()
-    return _run(SparkApp(config, lambda: RecordedEngine(recorded, speed), trace, is_replay=True), trace)
-
-
-def _run(app: SparkApp, trace: TraceSink) -> int:
+def run_app(app: SparkApp, trace: TraceSink) -> int:
+    """Run the app on the terminal, which is as it was found afterwards; returns the exit code."""
     guard = TerminalGuard(lambda code: app.exit(return_code=code))
     try:
         with guard:

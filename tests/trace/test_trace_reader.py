@@ -10,7 +10,7 @@ import pytest
 
 from fixtures.trace_sessions import Answer, ready, side_by_side
 from sparkchat.errors import DamagedFile, SparkchatError, UsageError
-from sparkchat.trace import TraceWriter, read_trace, summarize, verify
+from sparkchat.trace import Damage, DamagedLine, TraceLine, TraceWriter, read_lines, summarize, verify
 
 
 @pytest.fixture
@@ -27,26 +27,31 @@ def path(tmp_path: Path) -> Path:
     return path
 
 
+def read(path: Path) -> tuple[list[TraceLine], Damage]:
+    damage = Damage()
+    return list(read_lines(path, damage)), damage
+
+
 def lines_of(path: Path) -> list[bytes]:
     return path.read_bytes().splitlines(keepends=True)
 
 
 def test_whole_file(path: Path) -> None:
-    trace = read_trace(path)
-    assert trace.header is not None and trace.header["model"] == "tiny"
-    assert [turn.id for turn in trace.turns] == ["x", "y"] and not trace.damaged and not trace.is_cut
-    assert all(turn.start and turn.end and turn.steps for turn in trace.turns)
-    assert [line.number for line in trace.lines] == list(range(1, len(lines_of(path)) + 1))
+    lines, damage = read(path)
+    assert lines[0].type == "header" and lines[0].data["model"] == "tiny"
+    assert not damage.num_lines and not damage.is_cut
+    assert [line.data["id"] for line in lines if line.type == "end"] == ["x", "y"]
+    assert [line.number for line in lines] == list(range(1, len(lines_of(path)) + 1))
 
 
 def test_cut_at_every_byte_of_the_last_lines(path: Path) -> None:
     data, lines = path.read_bytes(), lines_of(path)
     for end in range(len(data) - len(lines[-1]) - 40, len(data)):
         path.write_bytes(data[:end])
-        trace = read_trace(path)
+        lines_read, damage = read(path)
         is_whole = data[:end].endswith(b"\n") or data[end : end + 1] == b"\n"
-        assert trace.is_cut == (not is_whole)
-        assert len(trace.lines) == data[:end].count(b"\n") + (is_whole and not data[:end].endswith(b"\n"))
+        assert damage.is_cut == (not is_whole)
+        assert len(lines_read) == data[:end].count(b"\n") + (is_whole and not data[:end].endswith(b"\n"))
         assert path.read_bytes() == data[:end]
 
 
@@ -68,25 +73,24 @@ def test_garbage_anywhere_loses_only_itself(path: Path, garbage: bytes) -> None:
     for position in range(1, len(lines), 3):
         data = b"".join([*lines[:position], garbage, *lines[position:]])
         path.write_bytes(data)
-        trace = read_trace(path)
-        assert [line.number for line in trace.damaged] == [position + 1] and trace.damaged[0].reason
-        assert len(trace.lines) == len(lines) and not trace.is_cut
+        lines_read, damage = read(path)
+        assert [line.number for line in damage.lines] == [position + 1] and damage.lines[0].reason
+        assert len(lines_read) == len(lines) and not damage.is_cut
         assert path.read_bytes() == data
-        summarize(trace).to_text()
+        summarize(path).to_text()
 
 
 def test_damaged_header_does_not_hide_the_answers(path: Path) -> None:
     path.write_bytes(b"".join([b"garbage\n", *lines_of(path)[1:]]))
-    trace = read_trace(path)
-    assert trace.header is None and len(trace.turns) == 2 and trace.damaged[0].number == 1
-    assert "no readable header" in verify(trace).to_text()
+    report = verify(path)
+    assert report.num_turns == 2 and [failure.line for failure in report.failures] == [None, 1]
+    assert "no readable header" in report.to_text()
 
 
 def test_blank_lines_windows_line_ends_and_a_mark_are_no_damage(path: Path) -> None:
     lines = [line.rstrip(b"\n") + b"\r\n\r\n" for line in lines_of(path)]
     path.write_bytes(b"\xef\xbb\xbf" + b"".join(lines))
-    trace = read_trace(path)
-    assert not trace.damaged and verify(trace).ok
+    assert not read(path)[1].num_lines and verify(path).ok
 
 
 @pytest.mark.parametrize(
@@ -100,14 +104,13 @@ def test_blank_lines_windows_line_ends_and_a_mark_are_no_damage(path: Path) -> N
 def test_unknown_schema_is_refused(path: Path, line: bytes, said: str) -> None:
     path.write_bytes(b"".join([line, *lines_of(path)]))
     with pytest.raises(UsageError, match=said):
-        read_trace(path)
+        read(path)
 
 
 def test_other_schema_in_the_middle_is_a_damaged_line(path: Path) -> None:
     lines = lines_of(path)
     path.write_bytes(b"".join([*lines[:3], b'{"schema": "sparkchat.trace/9", "type": "step"}\n', *lines[3:]]))
-    trace = read_trace(path)
-    assert [(line.number, "trace/9" in line.reason) for line in trace.damaged] == [(4, True)]
+    assert [(line.number, "trace/9" in line.reason) for line in read(path)[1].lines] == [(4, True)]
 
 
 def test_unknown_line_types_are_kept_but_not_used(path: Path) -> None:
@@ -115,22 +118,22 @@ def test_unknown_line_types_are_kept_but_not_used(path: Path) -> None:
     path.write_bytes(
         b"".join([*lines[:2], b'{"schema": "sparkchat.trace/1", "type": "weather", "turn": 0}\n', *lines[2:]])
     )
-    trace = read_trace(path)
-    assert trace.lines[2].type == "weather" and not trace.damaged and verify(trace).ok
+    read_back, damage = read(path)
+    assert read_back[2].type == "weather" and not damage.num_lines and verify(path).ok
 
 
 @pytest.mark.parametrize("content", [b"", b"\n\n", b"\x00" * 4096, b"hello\nworld\n"])
 def test_nothing_readable(path: Path, content: bytes) -> None:
     path.write_bytes(content)
     with pytest.raises(DamagedFile):
-        read_trace(path)
+        read(path)
 
 
 def test_missing_file_and_folder(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="not there"):
-        read_trace(tmp_path / "no")
+        read(tmp_path / "no")
     with pytest.raises(SparkchatError, match="cannot be read"):
-        read_trace(tmp_path)
+        read(tmp_path)
 
 
 HOSTILE = [None, True, -1, 1.5, "x", [], {}, [None], ["x"], [-1], {"a": []}, 10**30, [[1]], [True]]
@@ -150,16 +153,41 @@ def test_wrong_types_in_any_field_give_a_damaged_line_or_an_answer_never_a_trace
                 content = b"".join([*lines[:position], json.dumps(changed).encode() + b"\n", *lines[position + 1 :]])
                 path.write_bytes(content)
                 try:
-                    trace = read_trace(path)
+                    json.dumps(summarize(path).to_json(), allow_nan=False)
+                    summarize(path).to_text()
+                    verify(path).to_text()
                 except SparkchatError:
                     continue
-                summarize(trace).to_text()
-                verify(trace).to_text()
     for name in ("speculation", "usage", "timing"):
         fields = json.loads(lines[-1])
         for inner in fields[name]:
             for value in HOSTILE:
                 changed = {**fields, name: {**fields[name], inner: value}}
                 path.write_bytes(b"".join([*lines[:-1], json.dumps(changed).encode() + b"\n"]))
-                summarize(read_trace(path)).to_text()
+                summarize(path).to_text()
                 verify(path).to_text()
+
+
+def test_a_line_too_long_is_passed_over_unread(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = lines_of(path)
+    monkeypatch.setattr("sparkchat.trace.reader.MOST_LINE_BYTES", max(map(len, lines)))
+    path.write_bytes(b"".join([*lines[:2], b'{"a": "' + b"x" * 100_000 + b'"}\n', *lines[2:], b"y" * 70_000]))
+    read_back, damage = read(path)
+    assert [line.number for line in read_back] == [1, 2, *range(4, len(lines) + 2)]
+    assert [line.number for line in damage.lines] == [3, len(lines) + 2] and "longer than" in damage.lines[0].reason
+
+
+def test_thousands_of_damaged_lines_are_counted_not_listed(path: Path) -> None:
+    path.write_bytes(b"".join([*lines_of(path), b"?\n" * 5000]))
+    damage = read(path)[1]
+    assert damage.num_lines == 5000 and len(damage.lines) == 100 and isinstance(damage.last, DamagedLine)
+    assert summarize(path).to_json()["num_damaged_lines"] == 5000
+    assert "4900 damaged lines more" in verify(path).to_text()
+
+
+def test_more_open_answers_than_any_engine_has_are_refused(path: Path) -> None:
+    turns = [{"schema": "sparkchat.trace/1", "type": "turn", "turn": n} for n in range(5000)]
+    path.write_text("".join(json.dumps(turn) + "\n" for turn in turns))
+    for check in (summarize, verify):
+        with pytest.raises(DamagedFile, match="line 4097"):
+            check(path)

@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 
 from fixtures.trace_sessions import Answer, ready
-from sparkchat.trace import Trace, TraceWriter, read_trace, summarize
-from sparkchat.trace.calibration import area_under_curve, calibration, expected_calibration_error, observations
+from sparkchat.trace import TraceWriter, read_lines, summarize
+from sparkchat.trace.calibration import Observation, calibration, observations
 
 
-def written(path: Path, *answers: Answer) -> Trace:
+def written(path: Path, *answers: Answer) -> Path:
     with TraceWriter(path) as writer:
         writer.event(ready())
         for answer in answers:
             for event in answer.events():
                 writer.event(event)
-    return read_trace(path)
+    return path
 
 
 def step(mode: str = "static", **changes: Any) -> dict[str, Any]:
@@ -45,7 +45,7 @@ def by_hand(path: Path, steps: list[dict[str, Any]]) -> dict[str, Any]:
         rows = fields["verify_len"] + 1
         lines.append({"type": "step", "turn": 0, "id": "a", "i": i, "prefix_len": 0, "rows": rows, **fields})
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return summarize(read_trace(path)).to_json()
+    return summarize(path).to_json()
 
 
 def test_counts_by_hand(tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_recounted_totals_are_those_of_the_results(tmp_path: Path) -> None:
     ]
     trace = written(tmp_path / "a", *answers)
     found = summarize(trace).to_json()
-    results = [turn.end.data["speculation"] for turn in trace.turns if turn.end]
+    results = [line.data["speculation"] for line in read_lines(trace) if line.type == "end"]
     for name in ("num_steps", "num_proposed_draft_tokens", "num_verified_draft_tokens", "num_accepted_draft_tokens"):
         assert found[name] == sum(result[name] for result in results)
         assert found[name] == sum(figures[name] for figures in found["by_mode"].values())
@@ -104,7 +104,7 @@ def test_zero_of_everything_has_nulls_for_ratios(tmp_path: Path) -> None:
     json.dumps(found, allow_nan=False)
     only_header = tmp_path / "b"
     only_header.write_text('{"schema": "sparkchat.trace/1", "type": "header"}\n')
-    assert summarize(read_trace(only_header)).to_json()["num_turns"] == 0
+    assert summarize(only_header).to_json()["num_turns"] == 0
 
 
 def test_text_names_what_was_measured(tmp_path: Path) -> None:
@@ -130,11 +130,16 @@ def test_cut_steps_and_missing_estimates_give_no_labels() -> None:
     assert calibration([]) is None
 
 
+def scored(*pairs: tuple[float, bool]) -> dict[str, Any]:
+    found = calibration(Observation(1, value, label) for value, label in pairs)
+    assert found is not None
+    return found
+
+
 def test_ece_by_hand() -> None:
     # Bin [0.9, 0.95): mean 0.92, rate 1/2; bin [0.1, 0.15): mean 0.1, rate 0.
-    pairs = [(0.91, True), (0.93, False), (0.1, False)]
-    assert expected_calibration_error(pairs) == pytest.approx((2 * 0.42 + 1 * 0.1) / 3)
-    assert expected_calibration_error([(1.0, True)]) == 0.0 and expected_calibration_error([]) is None
+    assert scored((0.91, True), (0.93, False), (0.1, False))["ece"] == pytest.approx((2 * 0.42 + 1 * 0.1) / 3)
+    assert scored((1.0, True))["ece"] == 0.0 and scored((1.0, True))["auc"] is None
 
 
 def test_auc_against_counting_pairs() -> None:
@@ -142,15 +147,22 @@ def test_auc_against_counting_pairs() -> None:
     pairs = [(rng.choice([0.1, 0.2, 0.5, 0.9]), rng.random() < 0.4) for _ in range(60)]
     good, bad = [v for v, label in pairs if label], [v for v, label in pairs if not label]
     wins = sum((a > b) + 0.5 * (a == b) for a in good for b in bad)
-    assert area_under_curve(pairs) == pytest.approx(wins / len(good) / len(bad))
-    assert area_under_curve([(0.5, True)]) is None
+    assert scored(*pairs)["auc"] == pytest.approx(wins / len(good) / len(bad))
+
+
+def test_scores_over_all_positions_are_those_of_one_heap() -> None:
+    rng = random.Random(4)
+    found = [Observation(rng.randint(1, 4), rng.random(), rng.random() < 0.5) for _ in range(500)]
+    split, heap = calibration(found), calibration(each._replace(position=1) for each in found)
+    assert split is not None and heap is not None and len(split["by_position"]) == 4
+    for name in ("count", "mean_survival", "reached_rate", "ece", "auc", "brier"):
+        assert split[name] == pytest.approx(heap[name])
 
 
 def test_calibration_of_a_perfect_head_is_small_and_of_a_wrong_one_large() -> None:
     rng = random.Random(5)
     values = [rng.random() for _ in range(20_000)]
-    right = calibration((1, value, rng.random() < value) for value in values)
-    wrong = calibration((1, value, rng.random() < value / 2) for value in values)
-    assert right is not None and wrong is not None
+    right = scored(*((value, rng.random() < value) for value in values))
+    wrong = scored(*((value, rng.random() < value / 2) for value in values))
     assert right["ece"] < 0.02 and wrong["ece"] > 0.2 and right["auc"] > 0.8
     assert right["by_position"][0]["count"] == 20_000
