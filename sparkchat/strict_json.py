@@ -40,12 +40,16 @@ def without_nonfinite(value: Any) -> Any:
     return value
 
 
-def loads(text: str | bytes) -> Any:
-    """Parse strict JSON. Raises ValueError for NaN, Infinity, numbers that overflow, bad UTF-8 and too deep nesting."""
+def loads(text: str | bytes, *, unique_keys: bool = False) -> Any:
+    """Parse strict JSON. Raises ValueError for NaN, Infinity, numbers that overflow, bad UTF-8 and too deep nesting.
+
+    With ``unique_keys`` also for an object that names a key twice.
+    """
     if isinstance(text, bytes):
         text = text.decode("utf-8")
+    hook = _unique if unique_keys else None
     try:
-        return json.loads(text, parse_constant=_refuse_constant, parse_float=_finite_float)
+        return json.loads(text, parse_constant=_refuse_constant, parse_float=_finite_float, object_pairs_hook=hook)
     except RecursionError:
         raise ValueError("nested too deeply") from None
 
@@ -57,6 +61,14 @@ def _encode(value: Any, indent: int | None) -> str:
 
 def _finite_key(key: Any) -> Any:
     return str(key) if isinstance(key, float) and not math.isfinite(key) else key
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = next(key for n, (key, _) in enumerate(pairs) if any(key == other for other, _ in pairs[:n]))
+        raise ValueError(f"{twice[:40]!r} is given twice")
+    return found
 
 
 def _refuse_constant(name: str) -> float:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 import sparkchat
-from sparkchat.cli import batch, doctor, models, run, trace, train
+from sparkchat.cli import batch, doctor, models, run, serve, trace, train
 from sparkchat.cli.arguments import Session
 from sparkchat.cli.output import data, note, printable
 from sparkchat.errors import Interrupted, UsageError
@@ -48,6 +48,7 @@ def root(
 
 run.register(app)
 batch.register(app)
+serve.register(app)
 models.register(app)
 trace.register(app)
 train.register(app)

@@ -61,7 +61,7 @@ def prepare(ctx: typer.Context) -> RunConfig:
     return replace(
         config,
         spec=spec,
-        raw=params["raw"],
+        raw=params.get("raw", False),
         trace_path=trace,
         trace_force=params["force"],
         verbose=params["verbose"],
@@ -72,7 +72,7 @@ def prepare(ctx: typer.Context) -> RunConfig:
 
 def _refuse_pointless(ctx: typer.Context, options: Resolution) -> None:
     """Options that another option leaves no room for."""
-    if ctx.params["raw"]:
+    if ctx.params.get("raw"):
         for name in ("system", "think"):
             if options.is_typed(name):
                 raise UsageError(f"{options.asked(name)} has no place with --raw, which sends the exact text; drop one")

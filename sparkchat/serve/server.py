@@ -1,0 +1,215 @@
+"""The server's life: load, listen, and end as it was asked to.
+
+The port is taken before the model is loaded, so that a taken port is said at once, but nobody can connect before the
+engine is ready.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import uvicorn
+
+from sparkchat.config import RunConfig
+from sparkchat.errors import Interrupted, SparkchatError, Terminated, UsageError
+from sparkchat.serve.app import App
+from sparkchat.serve.link import EngineLink
+from sparkchat.serve.mailbox import Event
+from sparkchat.serve.metrics import Metrics
+from sparkchat.trace import TraceWriter
+
+_CODES = {signal.SIGINT: Interrupted.exit_code, signal.SIGTERM: Terminated.exit_code}
+_LAST_WORDS_SECONDS = 2.0
+"""How long clients may take to be told that their answer was stopped."""
+_BACKLOG = 2048
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """What ``sparkchat serve`` knows beside the run's own options."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    """0 takes any free one."""
+    api_key: str | None = None
+    max_waiting: int = 256
+    """Requests that may wait while all places are taken; more are refused."""
+    grace: float = 30.0
+    """Seconds that running answers may take after SIGTERM or ctrl+c."""
+
+
+class _Quiet(uvicorn.Server):
+    """Signals are ours."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class _Lines(logging.Handler):
+    """What uvicorn has to report, one line each."""
+
+    def __init__(self, say: Callable[[str], None], debug: bool) -> None:
+        super().__init__(logging.ERROR)
+        self._say = say
+        self._debug = debug
+
+    def emit(self, record: logging.LogRecord) -> None:
+        error = record.exc_info[1] if record.exc_info else None
+        said = record.getMessage().splitlines()[0] if record.getMessage() else "error"
+        self._say(said if error is None else f"internal error, {type(error).__name__}: {error}")
+        if error is not None and self._debug:
+            logging.lastResort.emit(record)  # type: ignore[union-attr]
+
+
+def run_server(config: RunConfig, options: ServeOptions, say: Callable[[str], None]) -> int:
+    """Serve until a signal; returns the exit code. Raises SparkchatError when the model cannot be loaded or served."""
+    listener = _bind(options.host, options.port)
+    trace = None
+    try:
+        if config.trace_path is not None:
+            trace = TraceWriter(config.trace_path, config.trace_force, argv=config.argv)
+        with asyncio.Runner() as runner:
+            return runner.run(_Service(config, options, say, listener, trace).run())
+    finally:
+        listener.close()
+        if trace is not None and (lost := trace.close()) is not None:
+            say(lost)
+
+
+class _Service:
+    def __init__(
+        self,
+        config: RunConfig,
+        options: ServeOptions,
+        say: Callable[[str], None],
+        listener: socket.socket,
+        trace: TraceWriter | None,
+    ) -> None:
+        self._config = config
+        self._options = options
+        self._say = say
+        self._listener = listener
+        self._trace = trace
+        self._signals: list[signal.Signals] = []
+        self._signalled = asyncio.Event()
+        self._hurried = asyncio.Event()
+
+    async def run(self) -> int:
+        loop = asyncio.get_running_loop()
+        for number in _CODES:
+            loop.add_signal_handler(number, self._note_signal, number)
+        metrics = Metrics()
+        link = EngineLink(self._config.spec, metrics, self._record, self._say, self._options.max_waiting)
+        link.start()
+        try:
+            await _first(link.is_ready.wait(), self._signalled.wait(), link.failed)
+            if link.failed.done():
+                raise link.failed.result()
+            if not self._signals:
+                self._say_notices(link)
+                await self._listen(link, App(self._config, link, metrics, self._say, self._options.api_key))
+            if link.failed.done():
+                raise link.failed.result()
+            return _CODES[self._signals[0]]
+        finally:
+            link.close()
+
+    async def _listen(self, link: EngineLink, app: App) -> None:
+        logger = logging.getLogger("uvicorn.error")
+        logger.handlers, logger.propagate = [_Lines(self._say, self._config.debug)], False
+        server = _Quiet(
+            uvicorn.Config(
+                app,
+                http="h11",
+                ws="none",
+                lifespan="off",
+                loop="asyncio",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                backlog=_BACKLOG,
+                timeout_keep_alive=65,
+                timeout_graceful_shutdown=int(_LAST_WORDS_SECONDS) + 1,
+            )
+        )
+        serving = asyncio.create_task(server.serve(sockets=[self._listener]))
+        self._say(f"{self._config.spec.name} is served at {self._url()}/v1 (ctrl+c ends it)")
+        try:
+            await _first(self._signalled.wait(), link.failed, asyncio.shield(serving))
+            for open_port in server.servers:
+                open_port.close()
+            await self._finish(link)
+        finally:
+            server.should_exit = True
+            await serving
+
+    async def _finish(self, link: EngineLink) -> None:
+        """No new answers; those that run get the grace period, or less when a second signal hurries."""
+        link.refuse_more("the server is ending; ask elsewhere, or later")
+        if link.num_live and not link.failed.done():
+            self._say(f"ending: {link.num_live} requests may take {self._options.grace:g} seconds; again to stop them")
+            await _first(link.is_idle.wait(), self._hurried.wait(), asyncio.sleep(self._options.grace))
+        if link.num_live:
+            link.end_all("the server is ending; the answer was stopped")
+            await _first(link.is_idle.wait(), asyncio.sleep(_LAST_WORDS_SECONDS))
+
+    def _note_signal(self, number: signal.Signals) -> None:
+        self._signals.append(number)
+        (self._signalled if len(self._signals) == 1 else self._hurried).set()
+
+    def _record(self, event: Event) -> str | None:
+        if event["event"] == "loading" and self._config.verbose:
+            self._say(event["message"])
+        return self._trace.event(event) if self._trace is not None else None
+
+    def _say_notices(self, link: EngineLink) -> None:
+        for sentence in (*self._config.notices, *(link.info.get("notices") or ())):
+            self._say(sentence)
+        if link.info.get("reason_off"):
+            self._say(f"no speculation: {link.info['reason_off']}")
+
+    def _url(self) -> str:
+        host, port = self._listener.getsockname()[:2]
+        return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    """A socket that has the address but does not listen yet. Raises UsageError or SparkchatError."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except OSError:
+        raise UsageError(
+            f"--host {host} is no address of this machine; give 127.0.0.1, or one of its addresses"
+        ) from None
+    listener = socket.socket(family, kind, protocol)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise SparkchatError(
+            f"{host} port {port} cannot be served on: {error.strerror}; give another --port, or --port 0 for a free one"
+        ) from None
+    listener.setblocking(False)
+    return listener
+
+
+async def _first(*things: object) -> None:
+    """Wait for the first of several awaitables; drop the others."""
+    tasks = [asyncio.ensure_future(thing) for thing in things]  # type: ignore[arg-type]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task, thing in zip(tasks, things, strict=True):
+            if task is not thing:
+                task.cancel()
