@@ -107,6 +107,10 @@ class EngineClient:
     def set_mode(self, mode: Mode) -> None:
         self._send({"op": "set_mode", "mode": mode})
 
+    def change(self, request_id: str, sampling: dict[str, Any] | None = None, think: bool | None = None) -> None:
+        """Other settings for a running answer, from its next step on."""
+        self._send({"op": "change", "id": request_id, "sampling": sampling, "think": think})
+
     def cancel(self, request_id: str) -> None:
         self._send({"op": "cancel", "id": request_id})
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from sparkchat.engine import loading
 from sparkchat.engine.admission import Admission
 from sparkchat.engine.cost_probe import measured_cost, stored_cost
+from sparkchat.engine.live_settings import LiveSettings
 from sparkchat.engine.loop import decode_step
 from sparkchat.engine.prefill import prefill_step
 from sparkchat.engine.request import RequestState
@@ -21,6 +22,7 @@ from sparkchat.engine.slots import SlotTable
 from sparkchat.engine.step_plan import standing_mode
 from sparkchat.errors import SparkchatError, UsageError
 from sparkchat.params import MODES, GenerateRequest, LoadSpec, Mode
+from sparkchat.thinking import find_thinking_tags
 
 Event = dict[str, Any]
 
@@ -42,6 +44,7 @@ class Engine:
         self._slots = SlotTable(self.pair.cache, self.pair.draft_cache)
         self._scheduler = Scheduler(spec.concurrency, self._slots)
         self._admission = Admission(spec, self.pair, self.text)
+        self._live = LiveSettings()
         if self.pair.cost is None and self._plans("compact"):
             self.pair.cost = stored_cost(spec, self.pair, self._progress)
         if self._lacks_cost(self.mode):
@@ -95,6 +98,7 @@ class Engine:
         decoding = self._scheduler.decoding
         if decoding:
             events += decode_step(self.pair, decoding, self.mode)
+            self._live.settle()
             events += self._retire()
         return events
 
@@ -110,6 +114,19 @@ class Engine:
         event = {"event": "mode_change", "id": None, "from": self.mode, "to": mode, "t_ns": time.monotonic_ns()}
         self.mode = mode
         return [*found, event]
+
+    def change(
+        self, request_id: str, sampling: Mapping[str, Any] | None = None, think: bool | None = None
+    ) -> list[Event]:
+        """Other settings for a running answer, from the next step on. Raises UsageError for what cannot change."""
+        state = self._scheduler.find(request_id)
+        if state is None or not state.is_prefilled:
+            raise UsageError(f"no answer {request_id!r} is running; the change holds from the next one on")
+        events = [self._live.change_sampling(state, sampling)] if sampling else []
+        if think is False:
+            tags = None if self.text.tokenizer is None else find_thinking_tags(self.text.tokenizer)
+            events.append(self._live.end_thinking(state, None if tags is None else tags.close_id))
+        return [event for event in events if event is not None]
 
     def cancel(self, request_id: str) -> list[Event]:
         """End a request, waiting or running; what was delivered stays delivered."""

@@ -59,6 +59,11 @@ class OutputStream:
         return self._rules.end_ids
 
     @property
+    def channel(self) -> str:
+        """Where the next token's text goes: answer or thinking."""
+        return self._channel
+
+    @property
     def text(self) -> str:
         return "".join(self._texts["answer"])
 

@@ -127,6 +127,8 @@ def _obey(engine: Any, command: dict[str, Any], channel: Channel) -> bool:
     try:
         if op == "set_mode":
             channel.send(*engine.set_mode(command.get("mode")))
+        elif op == "change":
+            channel.send(*engine.change(command.get("id"), command.get("sampling"), command.get("think")))
         elif op == "cancel":
             channel.send(*engine.cancel(command.get("id")))
         else:
