@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 # fp32 probabilities carry errors near 1e-7; a set that reaches its bound but for rounding counts as reaching it.
-_SLACK = 1e-6
+SLACK = 1e-6
 _TAILS = (1e-4, 1e-5, 1e-6, 0.0)
 _FIRST_SORT = 1024
 
@@ -61,7 +61,7 @@ def _shrink(ids: np.ndarray, values: np.ndarray, top_p: float, min_p: float) -> 
 
 
 def _floor(min_p: float) -> np.float32:
-    return np.float32(min_p * (1.0 - _SLACK))
+    return np.float32(min_p * (1.0 - SLACK))
 
 
 def _write(law: np.ndarray, ids: np.ndarray, values: np.ndarray) -> None:
@@ -71,7 +71,7 @@ def _write(law: np.ndarray, ids: np.ndarray, values: np.ndarray) -> None:
 def _nucleus(values: np.ndarray, top_p: float) -> np.ndarray:
     """Mask of the smallest set with mass ``top_p``; ``values`` are in id order, so the first of equals win."""
     descending = np.sort(values)[::-1]
-    reached = np.cumsum(descending, dtype=np.float64) >= top_p - _SLACK
+    reached = np.cumsum(descending, dtype=np.float64) >= top_p - SLACK
     size = int(reached.argmax()) + 1 if reached[-1] else len(values)
     least = descending[size - 1]
     kept = values > least
@@ -101,7 +101,7 @@ def filter_batched(
     if min(top_p) < 1.0:
         shares = torch.tensor(top_p, dtype=torch.float64, device=laws.device)[:, None]
         p = p.where(_nucleus_batched(p, shares) | (shares >= 1.0), 0.0)
-    floors = torch.tensor([m * (1.0 - _SLACK) for m in min_p], dtype=torch.float32, device=laws.device)[:, None]
+    floors = torch.tensor([m * (1.0 - SLACK) for m in min_p], dtype=torch.float32, device=laws.device)[:, None]
     p.masked_fill_(p < floors * p.amax(dim=-1, keepdim=True), 0.0)
     laws[picked] = (p.double() / p.sum(dim=-1, keepdim=True, dtype=torch.float64)).float()
 
@@ -117,7 +117,7 @@ def _kth_largest(logits: Tensor, ks: Sequence[int]) -> Tensor:
 
 def _nucleus_batched(p: Tensor, top_p: Tensor) -> Tensor:
     """Mask ``[n, V]`` of the smallest set whose mass reaches ``top_p [n, 1]``, lowest ids first among equals."""
-    need = top_p - _SLACK
+    need = top_p - SLACK
     for width in (min(_FIRST_SORT, p.shape[1]), p.shape[1]):
         descending = p.topk(width, dim=-1).values
         reached = descending.cumsum(dim=-1, dtype=torch.float64) >= need

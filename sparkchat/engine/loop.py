@@ -17,10 +17,11 @@ from sparkchat.engine.acceptance import Acceptance, accept
 from sparkchat.engine.batch import pack_rows
 from sparkchat.engine.calibration import survival
 from sparkchat.engine.drafting import Draft, propose
+from sparkchat.engine.lagged_lengths import choose_lagged
 from sparkchat.engine.laws import DAMAGED_DRAFTER, DAMAGED_MODEL, TargetRows, target_laws
 from sparkchat.engine.logprobs import keep_scores
 from sparkchat.engine.pair import LoadedPair
-from sparkchat.engine.records import StepClock, step_event
+from sparkchat.engine.records import StepClock, outcome_of, step_event
 from sparkchat.engine.request import RequestState
 from sparkchat.engine.slots import FLUSH_ROWS, flush_contexts
 from sparkchat.engine.step_plan import StepIntent, StepLengths, choose_lengths, intend
@@ -33,9 +34,15 @@ def decode_step(
     pair: LoadedPair,
     states: Sequence[RequestState],
     default: Mode,
-    choose: Callable[..., list[StepLengths]] = choose_lengths,
+    choose: Callable[..., list[StepLengths]] | None = None,
+    graph: dict | None = None,
 ) -> list[Event]:
-    """One step for every request of the batch; returns their delta and step events in order."""
+    """One step for every request of the batch; returns their delta and step events in order.
+
+    ``choose`` settles the verify lengths in the place of the pair's own planner; ``graph`` is what the step records say
+    about captured steps.
+    """
+    choose = choose or (choose_lagged if pair.is_lagged else choose_lengths)
     clock = StepClock(pair.device)
     intents = [intend(state, default, pair) for state in states]
     draft = propose(pair, states, [intent.draft_len for intent in intents])
@@ -46,7 +53,7 @@ def decode_step(
     target, starts, features = _verify(pair, states, draft, lengths)
     clock.lap("verify_ms")
     accepted = _accept(target, starts, states, draft, lengths, pair.damaged_ids)
-    events = _commit(pair, states, intents, lengths, draft, accepted, features, starts, alive, target, clock)
+    events = _commit(pair, states, intents, lengths, draft, accepted, features, starts, alive, target, clock, graph)
     return events
 
 
@@ -138,6 +145,7 @@ def _commit(
     alive: list[list[float]],
     target: TargetRows,
     clock: StepClock,
+    graph: dict | None,
 ) -> list[Event]:
     """Keep what was accepted: tokens, caches, features for the drafter, text; forget the rest."""
     events: list[Event] = []
@@ -154,25 +162,24 @@ def _commit(
             continue
         origins = ["draft"] * taken[r] + ["plain" if intents[r].draft_len == 0 else "bonus"]
         commits.append(state.deliver([*drafts, nexts[r]], origins, events))
-        _observe(pair, state, intents[r], lengths[r], state.is_reproducible or len(states) == 1)
+        observe(pair, state, intents[r], lengths[r], state.is_reproducible or len(states) == 1)
     if pair.drafter is not None and pair.draft_cache is not None:
         # Plain steps pile up features that no block has asked for.
         flush_contexts(pair.drafter, pair.draft_cache, [s.slot.draft for s in states], FLUSH_ROWS)
     clock.lap("accept_ms")
     for r, state in enumerate(states):
         if state.finish_reason != "error":
-            events.append(
-                step_event(
-                    pair, state, r, intents[r], lengths[r], draft, accepted, alive[r], target, starts, commits[r], clock
-                )
-            )
+            outcome = outcome_of(r, intents[r].draft_len, draft, accepted, target, starts)
+            events.append(step_event(pair, state, intents[r], lengths[r], outcome, alive[r], commits[r], clock, graph))
+        state.stale.keep(state.round, alive[r])
         state.round += 1
     return events
 
 
-def _observe(
+def observe(
     pair: LoadedPair, state: RequestState, intent: StepIntent, chosen: StepLengths, is_planned_alone: bool
 ) -> None:
+    """Tell the gate of a compact request what this step was predicted to bring."""
     # Only a plan for one request can be compared with a plain step of one request.
     if intent.mode_requested != "compact":
         return

@@ -36,6 +36,8 @@ class LoadedPair:
     damaged_ids: frozenset[int] = frozenset()
     """Tokens whose embedding in the target is not of numbers."""
 
+    is_lagged: bool = False
+    """Verify lengths are planned from confidences two steps old (lagged_plan.py), as captured steps need it."""
     simulated: SimulatedAcceptance | None = None
     """Drafts pass by these chances, not by the models' laws: for timing alone."""
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from sparkchat.engine.acceptance import Acceptance
 from sparkchat.engine.drafting import Draft
@@ -38,38 +38,80 @@ class StepClock:
         return (self._last - self._start) / 1e6
 
 
+@dataclass(frozen=True)
+class StepTimes:
+    """Times of one step that were measured elsewhere."""
+
+    laps: dict[str, float]
+    """Milliseconds by the names of the step record; what is missing was not measured."""
+    total_ms: float
+
+
+@dataclass(frozen=True)
+class RowOutcome:
+    """What one step of one request came to, on the host."""
+
+    draft_ids: list[int]
+    confidence_logit: list[float]
+    """Raw; one per draft."""
+    p_draft: list[float]
+    p_target: list[float]
+    """NaN where nothing was verified."""
+    taken: int
+    """Drafts committed."""
+    full: int
+    """Drafts that passed, before a cap."""
+    next_id: int
+    target_rank: Callable[[], int]
+    """Rank of draft ``full`` among the target's logits, 1 for the best; asked for only when that draft was refused."""
+
+
+def outcome_of(
+    row: int, draft_len: int, draft: Draft | None, accepted: Acceptance, target: TargetRows, starts: Sequence[int]
+) -> RowOutcome:
+    """The outcome of request ``row`` of a batch, from tensors on the host."""
+    full = int(accepted.full_accepted_len[row])
+
+    def rank() -> int:
+        assert draft is not None
+        logits = target.logits[starts[row] + full]
+        return int((logits > logits[int(draft.proposal.ids[row, full])]).sum()) + 1
+
+    return RowOutcome(
+        draft_ids=[] if draft is None else draft.proposal.ids[row, :draft_len].tolist(),
+        confidence_logit=[] if draft is None else draft.proposal.confidence_logit[row, :draft_len].tolist(),
+        p_draft=accepted.p_draft[row, :draft_len].tolist(),
+        p_target=accepted.p_target[row, :draft_len].tolist(),
+        taken=int(accepted.accepted_len[row]),
+        full=full,
+        next_id=int(accepted.next_ids[row]),
+        target_rank=rank,
+    )
+
+
 def step_event(
     pair: LoadedPair,
     state: RequestState,
-    row: int,
     intent: StepIntent,
     chosen: StepLengths,
-    draft: Draft | None,
-    accepted: Acceptance,
+    outcome: RowOutcome,
     alive: Sequence[float],
-    target: TargetRows,
-    starts: Sequence[int],
     num_committed: int,
-    clock: StepClock,
+    clock: StepClock | StepTimes,
+    graph: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The ``step`` event of request ``row``; also counts the step in the request's statistics."""
-    draft_ids = [] if draft is None else draft.proposal.ids[row, : intent.draft_len].tolist()
-    taken, full = int(accepted.accepted_len[row]), int(accepted.full_accepted_len[row])
+    """The ``step`` event of a request; also counts the step in its statistics."""
+    draft_ids, logits, taken = outcome.draft_ids, outcome.confidence_logit, outcome.taken
     correct = min(taken, num_committed)
     state.statistics.record(
         proposed=len(draft_ids), verified=chosen.verify_len, accepted=correct, committed=num_committed
     )
-    next_id = int(accepted.next_ids[row])
     committed = state.delivered[len(state.delivered) - num_committed :] if num_committed else []
     reclaimed = intent.draft_len - chosen.verify_len if intent.mode == "compact" else 0
-    logits = [] if draft is None else draft.proposal.confidence_logit[row, : intent.draft_len].tolist()
     has_confidence = pair.drafter is not None and pair.drafter.has_confidence
     fallback = intent.fallback
     if chosen.budget is not None and any(map(math.isnan, logits)):
         fallback = REASON_BAD_CONFIDENCE
-    reject = None
-    if num_committed >= taken:
-        reject = _rejection(draft_ids, full, taken, chosen.verify_len, row, next_id, accepted, target, starts)
     return {
         "event": "step",
         "id": state.id,
@@ -80,7 +122,7 @@ def step_event(
         "prefix_len": len(state.prompt_ids) + len(state.delivered) - num_committed - 1,
         "draft_ids": draft_ids,
         "draft_text": [state.output.text_of(token) for token in draft_ids],
-        "draft_prob": _row(accepted.p_draft, row, len(draft_ids)),
+        "draft_prob": [finite(v) for v in outcome.p_draft],
         "confidence_logit": [finite(v) for v in logits] if has_confidence else [],
         "confidence": _calibrated(logits, pair.temperatures) if has_confidence else [],
         "survival": list(alive) if has_confidence else [],
@@ -88,15 +130,16 @@ def step_event(
         "verify_len": chosen.verify_len,
         "rows": chosen.verify_len + 1,
         "correct_drafts": correct,
-        "cap_trim": None if intent.mode == "compact" else full - taken,
+        "cap_trim": None if intent.mode == "compact" else outcome.full - taken,
         "committed_ids": committed,
-        "bonus_token": next_id if num_committed > taken else None,
-        "reject": reject,
+        "bonus_token": outcome.next_id if num_committed > taken else None,
+        "reject": _rejection(outcome, chosen.verify_len) if num_committed >= taken else None,
         **{name: clock.laps.get(name) for name in ("draft_ms", "plan_ms", "verify_ms", "accept_ms")},
+        "gpu_idle_ms": clock.laps.get("gpu_idle_ms"),
         "step_ms": clock.total_ms,
         "predicted_step_ms": chosen.predicted_ms,
         "predicted_theta": chosen.predicted_theta,
-        "graph": {"replayed": False, "key": None},
+        "graph": graph or {"replayed": False, "key": None},
         "fallback": fallback,
         "simulated": None if pair.simulated is None else pair.simulated.label,
         "rows_reclaimed": reclaimed,
@@ -105,28 +148,18 @@ def step_event(
     }
 
 
-def _rejection(
-    draft_ids: Sequence[int],
-    full: int,
-    taken: int,
-    verify_len: int,
-    row: int,
-    next_id: int,
-    accepted: Acceptance,
-    target: TargetRows,
-    starts: Sequence[int],
-) -> dict[str, Any] | None:
+def _rejection(outcome: RowOutcome, verify_len: int) -> dict[str, Any] | None:
     """The draft that the target turned down, when it is what ended the committed run."""
-    if full >= verify_len or full > taken:
+    full = outcome.full
+    if full >= verify_len or full > outcome.taken:
         return None
-    logits = target.logits[starts[row] + full]
     return {
         "pos": full,
-        "draft_id": draft_ids[full],
-        "target_id": next_id,
-        "p_draft": finite(float(accepted.p_draft[row, full])),
-        "p_target": finite(float(accepted.p_target[row, full])),
-        "target_rank": int((logits > logits[draft_ids[full]]).sum()) + 1,
+        "draft_id": outcome.draft_ids[full],
+        "target_id": outcome.next_id,
+        "p_draft": finite(outcome.p_draft[full]),
+        "p_target": finite(outcome.p_target[full]),
+        "target_rank": outcome.target_rank(),
     }
 
 
@@ -144,7 +177,3 @@ def _sigmoid(value: float) -> float:
 def finite(value: float) -> float | None:
     """JSON has no NaN and no infinity; such a value is reported as not measured."""
     return value if math.isfinite(value) else None
-
-
-def _row(values: Tensor | None, row: int, length: int) -> list[float | None]:
-    return [] if values is None or not length else [finite(v) for v in values[row, :length].tolist()]

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sparkchat.engine.draft_gate import DraftGate
+from sparkchat.engine.lagged_plan import StaleSurvival
 from sparkchat.engine.sampling import is_greedy
 from sparkchat.engine.statistics import SpeculationStatistics
 from sparkchat.params import GenerateRequest, Mode, SamplingParams
@@ -47,6 +48,7 @@ class RequestState:
     error: str | None = None
     statistics: SpeculationStatistics = field(default_factory=SpeculationStatistics)
     gate: DraftGate = field(default_factory=DraftGate)
+    stale: StaleSurvival = field(default_factory=StaleSurvival)
     scores: Any = None
     """engine.logprobs.Scores of the rows that decide the next run; None when nobody asked for them."""
     submitted_ns: int = field(default_factory=time.monotonic_ns)

@@ -19,6 +19,7 @@ from sparkchat.models.linear import Linear, make_linear
 from sparkchat.models.quant import GroupedWeight, Weight, dense
 from sparkchat.models.refined_head import RefinedHead
 from sparkchat.models.rope import RopeTable
+from sparkchat.models.rows import RowAttention, RowBatch
 from sparkchat.models.shape import DecoderShape
 from sparkchat.models.weights import TensorSource, layer_weights
 
@@ -51,7 +52,22 @@ class DecoderStack:
         on_layer: Callable[[int, Tensor], None] | None = None,
     ) -> Tensor:
         """x [N, d] float32, consumed -> hidden [N, d] float32. ``on_layer`` sees each layer's index and output."""
-        rotations = self.rope.rows(positions, max(s.end for s in spans))
+        return self._run(x, self.rope.rows(positions, max(s.end for s in spans)), attention, is_long, on_layer)
+
+    def run_rows(
+        self, x: Tensor, rows: RowBatch, attention: RowAttention, on_layer: Callable[[int, Tensor], None] | None = None
+    ) -> Tensor:
+        """As ``run``, asking the host nothing."""
+        return self._run(x, self.rope.at(rows.positions), attention, False, on_layer)
+
+    def _run(
+        self,
+        x: Tensor,
+        rotations: Tensor,
+        attention: SpanAttention | RowAttention,
+        is_long: bool,
+        on_layer: Callable[[int, Tensor], None] | None,
+    ) -> Tensor:
         shape = self.shape
         rotations = spread_rotations(rotations, shape.num_heads + shape.num_kv_heads, shape.num_kv_heads)
         for index, layer in enumerate(self.layers):
@@ -133,6 +149,25 @@ class DenseModel:
         hidden = self.stack.run(x, batch.positions, spans, attention, is_long, keep if tap_layers else None)
         attention.advance()
         return hidden, None if taps is None else taps.flatten(1)
+
+    @torch.inference_mode()
+    def decode_rows(
+        self, rows: RowBatch, cache: KVCache, tap_layers: tuple[int, ...] = ()
+    ) -> tuple[Tensor, Tensor | None]:
+        """As ``forward``, for rows that lie on the device with all that is known of them; the cache keeps no count.
+
+        Positions must be below what ``stack.rope.prepare`` was given, and the cache filled.
+        """
+        attention = RowAttention(cache, rows, self.config.decoder.group_size)
+        x = self.embedding(rows.token_ids)
+        taps: dict[int, Tensor] = {-1: x.clone()} if -1 in tap_layers else {}
+
+        def keep(index: int, output: Tensor) -> None:
+            if index in tap_layers:
+                taps[index] = output.clone()
+
+        hidden = self.stack.run_rows(x, rows, attention, keep if tap_layers else None)
+        return hidden, torch.cat([taps[layer] for layer in tap_layers], dim=1) if tap_layers else None
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:

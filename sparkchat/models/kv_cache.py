@@ -130,6 +130,11 @@ class KVCache:
         self._lengths[row] = 0
         return row
 
+    def fill(self) -> None:
+        """Take all the storage there can be, so that addresses never change again."""
+        for store in self.stores:
+            store.grow(self.max_rows, self.context)
+
     def free(self, row: int) -> None:
         del self._lengths[row]
 

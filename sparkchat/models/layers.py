@@ -9,6 +9,7 @@ from torch import Tensor
 from sparkchat.models.attention import SpanAttention
 from sparkchat.models.linear import Linear, make_linear
 from sparkchat.models.quant import GroupedWeight, Weight
+from sparkchat.models.rows import RowAttention
 from sparkchat.models.shape import DecoderShape
 
 _CHECKED_ROWS = 8192
@@ -97,7 +98,9 @@ class DecoderLayer:
         self.input_norm, self.post_norm = norm("input_norm"), norm("post_norm")
         self.qk_norm = norm("qk_norm") if shape.qk_norm else None
 
-    def __call__(self, x: Tensor, rotations: Tensor, layer: int, attention: SpanAttention, is_long: bool) -> None:
+    def __call__(
+        self, x: Tensor, rotations: Tensor, layer: int, attention: SpanAttention | RowAttention, is_long: bool
+    ) -> None:
         """Add the layer's output to x [N, d] float32. rotations [N, H+2K, D/2] complex64, 1 for the values."""
         heads = self.qkv(self.input_norm(x, self.qkv.dtype), is_long).float()
         heads = heads.view(x.shape[0], -1, self._head_dim)

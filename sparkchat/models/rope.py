@@ -94,6 +94,15 @@ class RopeTable:
         angles = positions[:, None] * self._frequencies
         return torch.complex(angles.cos() * self._factor, angles.sin() * self._factor)
 
+    def prepare(self, end: int) -> None:
+        """Compute what lies below ``end`` now, so that ``at`` can be captured."""
+        if end > self._table.shape[0]:
+            self._table = torch.cat([self._table, self._rotations(self._table.shape[0], end)])
+
+    def at(self, positions: Tensor) -> Tensor:
+        """As ``rows``, for positions that ``prepare`` has reached."""
+        return self._table.index_select(0, positions)
+
     def rows(self, positions: Tensor, end: int) -> Tensor:
         """positions [N] int64, all below ``end`` -> [N, head_dim/2] complex64."""
         known = self._table.shape[0]

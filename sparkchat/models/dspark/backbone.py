@@ -15,6 +15,7 @@ from sparkchat.models.kv_cache import KVCache
 from sparkchat.models.layers import Embedding, RMSNorm, rotate_
 from sparkchat.models.linear import make_linear
 from sparkchat.models.quant import Weight, dense, stack_rows
+from sparkchat.models.rows import RowAttention, RowBatch
 from sparkchat.models.weights import TensorSource, rotary_pairs
 
 
@@ -79,6 +80,21 @@ class Backbone:
         hidden = self._stack.run(x, batch.positions, spans, attention, False)
         attention.discard()
         return hidden
+
+    def store_rows(self, features: Tensor, rows: RowBatch, cache: KVCache) -> None:
+        """As ``extend_context``, asking the host nothing; the cache keeps no count."""
+        (store,) = cache.stores
+        kv = self._context(features, self._stack.rope.at(rows.positions))
+        store.data[:, rows.cache_rows, :, rows.positions] = kv.to(store.data.dtype)
+
+    def draft_rows(self, rows: RowBatch, cache: KVCache) -> Tensor:
+        """As ``run_blocks``, asking the host nothing."""
+        attention = RowAttention(cache, rows, self._stack.shape.group_size)
+        return self._stack.run_rows(self._embedding(rows.token_ids), rows, attention)
+
+    def prepare(self, end: int) -> None:
+        """Positions that captured rows may have lie below ``end``."""
+        self._stack.rope.prepare(end)
 
 
 def store_context(cache: KVCache, spans: list[Span], positions: Tensor, kv: Tensor) -> None:

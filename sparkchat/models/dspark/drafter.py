@@ -22,6 +22,7 @@ from sparkchat.models.dummy import DummySource
 from sparkchat.models.kv_cache import KVCache
 from sparkchat.models.layers import Embedding
 from sparkchat.models.linear import Linear, make_linear
+from sparkchat.models.rows import RowBatch
 from sparkchat.models.weights import FolderSource
 
 DraftSource = FolderSource | DummySource
@@ -117,6 +118,20 @@ class Drafter:
         The cache stays as long as it was: a block's own keys and values are not kept.
         """
         return self._backbone.run_blocks(batch, cache)
+
+    @torch.inference_mode()
+    def store_rows(self, features: Tensor, rows: RowBatch, cache: KVCache) -> None:
+        """Store context rows from features [N, m*d]; see ``Backbone.store_rows``."""
+        self._backbone.store_rows(features, rows, cache)
+
+    @torch.inference_mode()
+    def draft_rows(self, rows: RowBatch, cache: KVCache) -> Tensor:
+        """Run block rows -> hidden [N, d] float32; see ``Backbone.draft_rows``."""
+        return self._backbone.draft_rows(rows, cache)
+
+    def prepare(self, end: int) -> None:
+        """Positions that captured rows may have lie below ``end``."""
+        self._backbone.prepare(end)
 
     @torch.inference_mode()
     def base_logits(self, hidden: Tensor) -> Tensor:

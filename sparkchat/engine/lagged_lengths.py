@@ -1,0 +1,81 @@
+"""Verify lengths of a batch by lagged budgets: for the captured step, and for the reference loop beside it.
+
+Both use the same numbers, so that with and without captured steps a seed gives the same tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sparkchat.engine.lagged_plan import Budget, admit, choose_budget
+from sparkchat.engine.pair import LoadedPair
+from sparkchat.engine.request import RequestState
+from sparkchat.engine.step_plan import StepIntent, StepLengths
+
+
+@dataclass(frozen=True)
+class BatchBudgets:
+    """Who plans with which budget, by index in the batch."""
+
+    own: dict[int, Budget]
+    """Requests planned as if they were alone: the first ``drafts`` of their block are verified."""
+    sharing: tuple[int, ...]
+    shared: Budget | None
+
+    def of(self, index: int) -> Budget | None:
+        return self.own.get(index, self.shared if index in self.sharing else None)
+
+
+def choose_budgets(
+    states: Sequence[RequestState], intents: Sequence[StepIntent], rounds: Sequence[int], pair: LoadedPair
+) -> BatchBudgets:
+    """Budgets of the coming step; ``rounds`` are the requests' round numbers in it.
+
+    As in ``step_plan.choose_lengths``, a sampled request whose seed the user chose is planned alone.
+    """
+    stale = [s.stale.before(r, i.draft_len) for s, i, r in zip(states, intents, rounds, strict=True)]
+    planned = [i for i, intent in enumerate(intents) if intent.draft_len and intent.mode in ("compact", "cap-accept")]
+    own = {i: choose_budget([stale[i]], pair.cost) for i in planned if states[i].is_reproducible}
+    sharing = tuple(i for i in planned if i not in own)
+    if not sharing:
+        return BatchBudgets(own, (), None)
+    rows, tokens = 0, 0.0
+    for i, intent in enumerate(intents):
+        if i not in sharing:
+            length = own[i].drafts if i in own else intent.draft_len
+            rows, tokens = rows + 1 + length, tokens + 1.0 + sum(stale[i][:length])
+    shared = choose_budget([stale[i] for i in sharing], pair.cost, rows, tokens)
+    if len(sharing) == 1:
+        return BatchBudgets(own | {sharing[0]: shared}, (), None)
+    return BatchBudgets(own, sharing, shared)
+
+
+def choose_lagged(
+    states: Sequence[RequestState],
+    intents: Sequence[StepIntent],
+    survival: Sequence[Sequence[float]],
+    pair: LoadedPair,
+) -> list[StepLengths]:
+    """What ``step_plan.choose_lengths`` does, by lagged budgets."""
+    budgets = choose_budgets(states, intents, [s.round for s in states], pair)
+    sharing = budgets.sharing
+    given: dict[int, int] = {i: min(budget.drafts, intents[i].limit) for i, budget in budgets.own.items()}
+    if budgets.shared is not None:
+        lens = admit([survival[i] for i in sharing], [intents[i].limit for i in sharing], budgets.shared.drafts)
+        given |= dict(zip(sharing, lens, strict=True))
+    return [lengths_of(intent, given.get(i), budgets.of(i)) for i, intent in enumerate(intents)]
+
+
+def lengths_of(intent: StepIntent, planned: int | None, budget: Budget | None) -> StepLengths:
+    """``planned``: drafts to verify, or in cap-accept to commit at most; None where nothing is planned."""
+    if planned is None or budget is None:
+        return StepLengths(intent.draft_len, None, None, None, None)
+    is_cap = intent.mode == "cap-accept"
+    return StepLengths(
+        verify_len=intent.draft_len if is_cap else planned,
+        cap=planned if is_cap else None,
+        budget=budget.drafts,
+        predicted_ms=budget.predicted_ms,
+        predicted_theta=budget.predicted_theta,
+    )
