@@ -1,24 +1,28 @@
-"""``sparkchat trace summary`` and ``trace verify``: read exported sessions."""
+"""``sparkchat trace``: read, check, compare, convert and play recorded sessions."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
 
+from sparkchat import environment
 from sparkchat.cli import arguments as a
-from sparkchat.cli.output import as_json, block
-from sparkchat.errors import DamagedFile
+from sparkchat.cli.output import as_json, block, note
+from sparkchat.config import Color
+from sparkchat.errors import DamagedFile, UsageError
 
+File = Annotated[Path, typer.Argument(metavar="FILE", help="A trace that --trace has written.")]
 Files = Annotated[list[Path], typer.Argument(metavar="FILE...", help="Traces that --trace has written.")]
 
 
 def register(app: typer.Typer) -> None:
-    group = typer.Typer(help="Read exported sessions.", rich_markup_mode=None)
-    group.command("summary")(summary)
-    group.command("verify")(verify)
+    group = typer.Typer(help="Read, check, compare, convert and play recorded sessions.", rich_markup_mode=None)
+    for command in (summary, verify, convert, replay):
+        group.command(command.__name__)(command)
     app.add_typer(group, name="trace")
 
 
@@ -40,6 +44,85 @@ def verify(files: Files, json_: a.AsJson = False) -> None:
         raise DamagedFile(
             f"{len(bad)} of {len(checked)} traces fail their checks: {', '.join(bad)}; see the report above"
         )
+
+
+def convert(
+    file: File,
+    out: Annotated[
+        Path | None, typer.Argument(metavar="[OUT]", help="The file to write, or - for stdout.", show_default=False)
+    ] = None,
+    to: Annotated[
+        str | None,
+        typer.Option(
+            "--to",
+            metavar="FORMAT",
+            help="csv, perfetto, html, svg, markdown or confidence. Default: by the ending of OUT.",
+            show_default=False,
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="OUT", help="The same as OUT.", show_default=False)
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
+) -> None:
+    """Write FILE in the format of another program: OUT.csv, .json (Perfetto), .html, .svg, .md or .jsonl."""
+    from sparkchat.trace import Damage
+    from sparkchat.trace.export import format_of
+    from sparkchat.trace.export.new_file import new_file
+
+    if out is not None and output is not None and out != output:
+        raise UsageError(f"convert was given two files to write, {out} and {output}; give one of them")
+    target = out or output
+    is_stdout = target is None or str(target) == "-"
+    chosen = format_of(to, None if is_stdout else target)
+    damage = Damage()
+    if is_stdout or target is None:
+        notes = chosen.write(file, _stdout(), damage)
+        sys.stdout.flush()
+    else:
+        with new_file(target, file, force=force) as write:
+            notes = chosen.write(file, write, damage)
+        notes.append(f"{target} written: {chosen.what}")
+    if damage.num_lines:
+        notes.insert(0, f"{damage.num_lines} damaged lines of {file} are left out; `sparkchat trace verify` names them")
+    for sentence in notes:
+        note(sentence)
+
+
+def replay(
+    file: File,
+    speed: Annotated[
+        float, typer.Option("--speed", metavar="F", help="2 is twice as fast, 0 shows all at once.")
+    ] = 1.0,
+    step: Annotated[bool, typer.Option("--step", help="Begin paused; the right arrow gives the next step.")] = False,
+    plain: Annotated[bool, typer.Option("--plain", help="One line a step on stdout, no full screen.")] = False,
+    color: Annotated[str, typer.Option("--color", metavar="WHEN", help="auto, always or never.")] = "auto",
+    ascii_: Annotated[bool, typer.Option("--ascii", help="ASCII characters only.")] = False,
+) -> int:
+    """Play FILE at its own pace on the screen of the chat; without a terminal, one line a step."""
+    if not 0 <= speed <= 1000:
+        raise UsageError(f"--speed {speed:g} is not possible; give a factor from 0 (all at once) to 1000")
+    if color not in ("auto", "always", "never"):
+        raise UsageError(f"--color {color} is not known; use auto, always or never")
+    if plain or not environment.is_interactive():
+        if step:
+            raise UsageError("--step needs the full screen: a terminal, and no --plain; leave it out to see every step")
+        from sparkchat.ui.plain_replay import run_plain_replay
+
+        return run_plain_replay(file, speed=speed, ascii_only=ascii_)
+    from sparkchat.ui.replay import run_replay
+
+    return run_replay(file, speed=speed, is_paused=step, color=cast(Color, color), ascii_only=ascii_)
+
+
+def _stdout() -> Any:
+    """A pipe gets the exact bytes; a terminal gets control characters spelt out."""
+    if sys.stdout.isatty():
+        from sparkchat.ui.safe_text import TerminalFilter
+
+        shown = TerminalFilter()
+        return lambda text: sys.stdout.write(shown.feed(text))
+    return lambda text: sys.stdout.buffer.write(text.encode("utf-8", "replace"))
 
 
 def _show(reports: Sequence[Any], json_: bool) -> None:

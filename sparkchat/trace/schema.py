@@ -8,6 +8,8 @@ turn         t_ns, sampling, seed, mode, block_size, prompt_token_ids (null and 
              num_prompt_tokens, cached_tokens
 step         the step record, and deltas: the text that became certain since the line before
 mode_change  from, to, t_ns; id null when it holds for all answers
+setting_change  changes: option -> {from, to}, t_ns; holds for this answer from the next step on. Newer than the other
+             kinds: readers pass over kinds that they do not know
 error        error (class), message; turn null when no answer had started
 end          finish_reason, stop, error, text, thinking, token_ids, usage, speculation, timing, calibration, deltas
 """

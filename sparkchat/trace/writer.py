@@ -142,6 +142,11 @@ class TraceWriter:
         number = turn.number if turn is not None else None
         return [_line("mode_change", turn=number, id=event.get("id"), **_without(event, *_ENVELOPE))]
 
+    def _setting_change(self, event: Mapping[str, Any]) -> list[dict[str, Any]]:
+        turn = self._turns.get(event["id"])
+        number = turn.number if turn is not None else None
+        return [_line("setting_change", turn=number, id=event["id"], **_without(event, *_ENVELOPE))]
+
     def _end(self, event: Mapping[str, Any]) -> list[dict[str, Any]]:
         turn, result = self._turns.pop(event["id"], None), event["result"]
         if turn is None:
@@ -250,6 +255,7 @@ _HANDLERS = {
     "delta": TraceWriter._delta,
     "step": TraceWriter._step,
     "mode_change": TraceWriter._mode_change,
+    "setting_change": TraceWriter._setting_change,
     "end": TraceWriter._end,
     "error": TraceWriter._error,
     "crashed": TraceWriter._error,

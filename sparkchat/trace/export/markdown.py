@@ -1,0 +1,23 @@
+"""Markdown: the answers as they were received, with their numbers below. A trace keeps no text of the questions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from sparkchat.trace.export.answers import RecordedAnswer, answers
+from sparkchat.trace.export.words import answer_numbers, question
+from sparkchat.trace.reader import Damage
+
+
+def write_markdown(trace: Path, write: Callable[[str], object], damage: Damage) -> list[str]:
+    for number, answer in enumerate(answers(trace, damage)):
+        write(("\n" if number else "") + _answer(answer))
+    return []
+
+
+def _answer(answer: RecordedAnswer) -> str:
+    thinking = answer.text("thinking")
+    folded = f"<details><summary>thinking</summary>\n\n{thinking}\n\n</details>\n\n" if thinking else ""
+    numbers = f"*{answer_numbers(answer)}*"
+    return f"## User\n\n*{question(answer)}*\n\n## Assistant\n\n{folded}{answer.text('answer')}\n\n{numbers}\n"
