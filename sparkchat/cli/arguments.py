@@ -6,6 +6,9 @@ profile give the same message.
 
 from __future__ import annotations
 
+import functools
+import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, cast
@@ -90,8 +93,82 @@ Tp = Annotated[int | None, _flag("--tp", metavar="N", help="Devices to spread th
 Dtype = Annotated[str | None, _flag("--dtype", metavar="NAME", help="auto, float32 or bfloat16.")]
 ContextLength = Annotated[int | None, _flag("--context", metavar="N", help="Tokens of context to make room for.")]
 Graphs = Annotated[bool | None, _flag("--graphs/--no-graphs", help="CUDA graphs; a GPU is needed.")]
+DummyWeights = Annotated[
+    bool, _flag("--dummy-weights", help="Random weights in the model's shapes, nothing fetched: for timing.")
+]
+SimulateAcceptance = Annotated[
+    str | None,
+    _flag(
+        "--simulate-acceptance",
+        metavar="PROFILE",
+        help="Accept drafts by chance: chat, code, math, a list of survivals, or a file. For timing.",
+    ),
+]
 Offline = Annotated[bool, _flag("--offline", help="Ask nothing of the network.")]
 Trace = Annotated[Path | None, _flag("--trace", metavar="FILE", help="Write every step to this file.")]
 Force = Annotated[bool, _flag("--force", help="Overwrite an existing trace file.")]
 Verbose = Annotated[bool, _flag("--verbose", help="Statistics on stderr.")]
 AsJson = Annotated[bool, _flag("--json", help="One JSON object on stdout.")]
+
+PAIR: dict[str, tuple[Any, Any]] = {
+    "drafter": (Drafter, None),
+    "block_size": (BlockSize, None),
+    "device": (Device, None),
+    "tp": (Tp, None),
+    "dtype": (Dtype, None),
+    "context": (ContextLength, None),
+    "graphs": (Graphs, None),
+    "offline": (Offline, False),
+}
+"""What is loaded, and where: annotation and default of each option."""
+LAWS: dict[str, tuple[Any, Any]] = {
+    "temperature": (Temperature, None),
+    "top_p": (TopP, None),
+    "top_k": (TopK, None),
+    "min_p": (MinP, None),
+    "repetition_penalty": (RepetitionPenalty, None),
+    "presence_penalty": (PresencePenalty, None),
+    "frequency_penalty": (FrequencyPenalty, None),
+}
+"""How tokens are drawn."""
+ANSWERING: dict[str, tuple[Any, Any]] = {
+    "mode": (Mode, None),
+    **LAWS,
+    "logit_bias": (LogitBias, None),
+    "min_tokens": (MinTokens, None),
+    "max_tokens": (MaxTokens, None),
+    "stop": (Stop, None),
+    "ignore_eos": (IgnoreEos, False),
+    "seed": (Seed, None),
+    "system": (System, None),
+    "raw": (Raw, False),
+    "think": (Think, None),
+    **PAIR,
+    "dummy_weights": (DummyWeights, False),
+    "simulate_acceptance": (SimulateAcceptance, None),
+    "trace": (Trace, None),
+    "force": (Force, False),
+    "verbose": (Verbose, False),
+}
+"""What ``run`` and ``batch`` share."""
+
+
+def with_options(options: dict[str, tuple[Any, Any]]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Give a command these options behind its own; it finds their values in ``ctx.params``."""
+
+    def add(command: Callable[..., Any]) -> Callable[..., Any]:
+        own = inspect.signature(command, eval_str=True)
+        shared = [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+            for name, (annotation, default) in options.items()
+        ]
+
+        @functools.wraps(command)
+        def called(**values: Any) -> Any:
+            return command(**{name: value for name, value in values.items() if name in own.parameters})
+
+        called.__signature__ = own.replace(parameters=[*own.parameters.values(), *shared])  # type: ignore[attr-defined]
+        called.__annotations__ = {p.name: p.annotation for p in [*own.parameters.values(), *shared]}
+        return called
+
+    return add

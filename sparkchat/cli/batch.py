@@ -30,40 +30,13 @@ def register(app: typer.Typer) -> None:
     app.command()(batch)
 
 
+@a.with_options(a.ANSWERING)
 def batch(
     ctx: typer.Context,
     model: a.RequiredModel,
     concurrency: Annotated[
         int, typer.Option("--concurrency", metavar="N", help="Requests decoded together.", show_default=True)
     ] = 1,
-    mode: a.Mode = None,
-    drafter: a.Drafter = None,
-    block_size: a.BlockSize = None,
-    temperature: a.Temperature = None,
-    top_p: a.TopP = None,
-    top_k: a.TopK = None,
-    min_p: a.MinP = None,
-    repetition_penalty: a.RepetitionPenalty = None,
-    presence_penalty: a.PresencePenalty = None,
-    frequency_penalty: a.FrequencyPenalty = None,
-    logit_bias: a.LogitBias = None,
-    min_tokens: a.MinTokens = None,
-    max_tokens: a.MaxTokens = None,
-    stop: a.Stop = None,
-    ignore_eos: a.IgnoreEos = False,
-    seed: a.Seed = None,
-    system: a.System = None,
-    raw: a.Raw = False,
-    think: a.Think = None,
-    device: a.Device = None,
-    tp: a.Tp = None,
-    dtype: a.Dtype = None,
-    context: a.ContextLength = None,
-    graphs: a.Graphs = None,
-    offline: a.Offline = False,
-    trace: a.Trace = None,
-    force: a.Force = False,
-    verbose: a.Verbose = False,
 ) -> int:
     """Answer the requests on stdin (JSON lines with prompt, messages or prompt_ids) and write one result a line."""
     if concurrency < 1:

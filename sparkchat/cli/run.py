@@ -22,50 +22,23 @@ def register(app: typer.Typer) -> None:
     app.command()(run)
 
 
+@a.with_options(a.ANSWERING)
 def run(
     ctx: typer.Context,
     model: a.Model = None,
     prompt: Annotated[list[str] | None, typer.Argument(metavar="[PROMPT]...", show_default=False)] = None,
-    mode: a.Mode = None,
-    drafter: a.Drafter = None,
-    block_size: a.BlockSize = None,
-    temperature: a.Temperature = None,
-    top_p: a.TopP = None,
-    top_k: a.TopK = None,
-    min_p: a.MinP = None,
-    repetition_penalty: a.RepetitionPenalty = None,
-    presence_penalty: a.PresencePenalty = None,
-    frequency_penalty: a.FrequencyPenalty = None,
-    logit_bias: a.LogitBias = None,
-    min_tokens: a.MinTokens = None,
-    max_tokens: a.MaxTokens = None,
-    stop: a.Stop = None,
-    ignore_eos: a.IgnoreEos = False,
-    seed: a.Seed = None,
-    system: a.System = None,
-    raw: a.Raw = False,
     prompt_ids: Annotated[
         str | None, typer.Option("--prompt-ids", metavar="1,2,3", help="Exact token ids.", show_default=False)
     ] = None,
-    think: a.Think = None,
-    device: a.Device = None,
-    tp: a.Tp = None,
-    dtype: a.Dtype = None,
-    context: a.ContextLength = None,
-    graphs: a.Graphs = None,
-    offline: a.Offline = False,
-    trace: a.Trace = None,
-    force: a.Force = False,
     json_: Annotated[bool, typer.Option("--json", help="One object at the end.")] = False,
     jsonl: Annotated[bool, typer.Option("--jsonl", help="Events as they happen.")] = False,
     plain: Annotated[bool, typer.Option("--plain", help="A line REPL instead of the full screen.")] = False,
-    verbose: a.Verbose = False,
     color: Annotated[str, typer.Option("--color", metavar="WHEN", help="auto, always or never.")] = "auto",
     ascii_: Annotated[bool, typer.Option("--ascii", help="Draw with ASCII characters only.")] = False,
 ) -> int:
     """Chat with MODEL, or answer PROMPT (after the text piped in, if any) and end."""
     ids = _token_ids(prompt_ids)
-    text = _prompt_text(tuple(prompt or ()), ids is not None, plain, raw)
+    text = _prompt_text(tuple(prompt or ()), ids is not None, plain, ctx.params["raw"])
     _refuse_output(ctx, is_one_shot=ids is not None or text is not None)
     config = replace(
         prepare(ctx),
