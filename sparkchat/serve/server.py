@@ -45,7 +45,15 @@ class ServeOptions:
 
 
 class _Quiet(uvicorn.Server):
-    """Signals are ours."""
+    """Signals are ours, and ``is_up`` says when it listens."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.is_up = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.is_up.set()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -141,6 +149,7 @@ class _Service:
             )
         )
         serving = asyncio.create_task(server.serve(sockets=[self._listener]))
+        await _first(server.is_up.wait(), asyncio.shield(serving))
         self._say(f"{self._config.spec.name} is served at {self._url()}/v1 (ctrl+c ends it)")
         try:
             await _first(self._signalled.wait(), link.failed, asyncio.shield(serving))
