@@ -1,0 +1,63 @@
+"""Attention of a handful of rows per request over their cached keys."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sparkchat.kernels.attention.reference import decode_attention_reference
+
+SPAN = 256
+"""Keys that are attended to at a time. Spans begin at multiples of it, so that what a row's sums look like depends on
+its own position alone."""
+
+
+@dataclass(frozen=True)
+class AttentionWorkspace:
+    """What the spans of a row leave for the second pass."""
+
+    mixed: Tensor
+    """[N, H, spans, D] float32, not normalised"""
+    stats: Tensor
+    """[N, H, spans, 2] float32: largest score (base 2), sum of weights"""
+
+
+def attention_workspace(
+    max_rows: int, num_heads: int, head_dim: int, context: int, device: torch.device
+) -> AttentionWorkspace:
+    """Room for ``max_rows`` token rows that see up to ``context`` positions."""
+    spans = -(-context // SPAN)
+    return AttentionWorkspace(
+        torch.empty((max_rows, num_heads, spans, head_dim), dtype=torch.float32, device=device),
+        torch.empty((max_rows, num_heads, spans, 2), dtype=torch.float32, device=device),
+    )
+
+
+def decode_attention(
+    q: Tensor,
+    cache: Tensor,
+    starts: Tensor,
+    rows: Tensor,
+    positions: Tensor,
+    ends: Tensor,
+    out: Tensor,
+    workspace: AttentionWorkspace,
+    *,
+    max_rows: int,
+    window: int | None = None,
+    pages: Tensor | None = None,
+) -> None:
+    """out [N, H, D] = attention of q [N, H, D] over the cached positions from max(0, position - window + 1) below end.
+
+    cache [pages, 2K, slots, D] of one layer; starts [R+1] int32; rows [N] int32; positions, ends [N]; at most
+    ``max_rows`` rows a request. Rows from starts[R] on are left alone. Raises ValueError where a shape is not one the
+    kernel takes.
+    """
+    if not q.is_cuda:
+        decode_attention_reference(q, cache, starts, rows, positions, ends, out, window, pages)
+        return
+    from sparkchat.kernels.attention.kernel import launch_decode_attention
+
+    launch_decode_attention(q, cache, starts, rows, positions, ends, out, workspace, max_rows, window, pages)

@@ -1,0 +1,124 @@
+"""The small product: weights stream through shared memory once, outputs are the long side of the matrix instruction.
+
+The tile is [64 outputs, rows], so that Hopper's 64-row instruction serves any number of rows, and an
+output's sum runs over k in the same order whatever the number of rows is.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sparkchat.kernels.gemm.plan import plan_of
+from sparkchat.kernels.launch import launch, power_of_two, wait
+
+_NONE, _ADD, _SILU_MUL = 0, 1, 2
+LEAST_ROWS, MOST_ROWS = 16, 64
+"""Rows of a tile. Fewer than 16 would take another instruction, whose sums could differ."""
+PREFETCH = 0
+"""Bytes of each weight row of a tile to call into L2 before the wait for the kernel before; 0 for none."""
+STAGES = {16: 5, 32: 4, 64: 4}
+"""Depth of the pipeline by rows of a tile."""
+WARPS = 4
+
+
+@triton.jit
+def _prefetch(pointers, BYTES: tl.constexpr):
+    # One instruction a row: the address of its first byte and how many to call into L2.
+    tl.inline_asm_elementwise(
+        "{ cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }", "=r,l,r",
+        [pointers.to(tl.uint64), tl.full(pointers.shape, BYTES, tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def _small_gemm(
+    x_ptr, w_ptr, scales_ptr, bias_ptr, out_ptr,
+    num_rows, num_out, size_k, x_stride, w_stride, scales_stride, out_stride, part_stride,
+    ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_K: tl.constexpr, PART_K: tl.constexpr, EVEN_K: tl.constexpr,
+    EPILOGUE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SCALES: tl.constexpr, EXACT: tl.constexpr,
+    PREFETCH_BYTES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    # Gate and up share a tile: its upper half are outputs of one, its lower half the same outputs of the other.
+    OUTS: tl.constexpr = BLOCK_OUT // 2 if EPILOGUE == 2 else BLOCK_OUT
+    first_out = tl.program_id(0) * OUTS
+    part = tl.program_id(1)
+    row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
+    tile = tl.arange(0, BLOCK_OUT)
+    out = first_out + tile % OUTS
+    num_outs = num_out
+    if EPILOGUE == 2:
+        num_outs = num_out // 2
+    is_out = out < num_outs
+    w_row = tl.where(is_out, out, 0)
+    if EPILOGUE == 2:
+        w_row += (tile // OUTS) * num_outs
+    step = tl.arange(0, BLOCK_K)
+    start_k = part * PART_K
+    w_rows = w_ptr + w_row.to(tl.int64) * w_stride + start_k
+    if PDL and PREFETCH_BYTES > 0:
+        _prefetch(w_rows, PREFETCH_BYTES)
+    wait(PDL)
+    is_row = row < num_rows
+    w_at = w_rows[:, None] + step[None, :]
+    x_at = x_ptr + start_k + row[None, :].to(tl.int64) * x_stride + step[:, None]
+    if HAS_SCALES:
+        scale_row = scales_ptr + (w_row // 128).to(tl.int64) * scales_stride
+    total = tl.zeros((BLOCK_OUT, ROWS), tl.float32)
+    for k in range(0, PART_K, BLOCK_K):
+        if EVEN_K:
+            w = tl.load(w_at, eviction_policy="evict_first")
+            x = tl.load(x_at, mask=is_row[None, :], other=0.0)
+        else:
+            is_k = start_k + k + step < size_k
+            w = tl.load(w_at, mask=is_k[None, :], other=0.0, eviction_policy="evict_first")
+            x = tl.load(x_at, mask=is_row[None, :] & is_k[:, None], other=0.0)
+        if HAS_SCALES:
+            scale = tl.load(scale_row + (start_k + k) // 128, mask=is_out & (start_k + k < size_k), other=0.0)
+            total += tl.dot(w.to(x.dtype), x, input_precision="ieee") * scale[:, None]
+        elif EXACT:
+            total = tl.dot(w, x, total, input_precision="ieee")
+        else:
+            total = tl.dot(w, x, total)
+        w_at += BLOCK_K
+        x_at += BLOCK_K
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + w_row, mask=is_out, other=0.0).to(tl.float32)
+        total += tl.where(part == 0, bias, 0.0)[:, None]
+    if EPILOGUE == 2:
+        gate, up = tl.split(tl.permute(tl.reshape(total, (2, OUTS, ROWS)), (1, 2, 0)))
+        value = gate * tl.sigmoid(gate) * up
+        column = first_out + tl.arange(0, OUTS)
+    else:
+        value = total
+        column = first_out + tl.arange(0, BLOCK_OUT)
+    to = out_ptr + part * part_stride + row[None, :].to(tl.int64) * out_stride + column[:, None]
+    kept = is_row[None, :] & (column < num_outs)[:, None]
+    if EPILOGUE == 1:
+        value += tl.load(to, mask=kept, other=0.0).to(tl.float32)
+    tl.store(to, value.to(out_ptr.dtype.element_ty), mask=kept)
+
+
+def launch_small_gemm(
+    x: Tensor, weight: Tensor, out: Tensor, scales: Tensor | None, bias: Tensor | None, epilogue: str
+) -> None:
+    """See ``small_gemm``."""
+    (n, k), count = weight.shape, x.shape[0]
+    plan = plan_of(weight, epilogue)
+    rows = max(LEAST_ROWS, min(MOST_ROWS, power_of_two(count)))
+    is_silu = epilogue == "silu_mul"
+    outs = plan.block_out // 2 if is_silu else plan.block_out
+    exact = x.dtype == torch.float32
+    launch(
+        _small_gemm, (-(-(n // 2 if is_silu else n) // outs), plan.splits, -(-count // rows)),
+        x, weight, x if scales is None else scales, x if bias is None else bias, out,
+        count, n, k, x.stride(0), weight.stride(0), 0 if scales is None else scales.stride(0),
+        out.stride(-2), out.stride(0) if epilogue == "partials" else 0,
+        ROWS=rows, BLOCK_OUT=plan.block_out, BLOCK_K=plan.block_k, PART_K=plan.part_k,
+        EVEN_K=k == plan.part_k * plan.splits, EPILOGUE={"add": _ADD, "silu_mul": _SILU_MUL}.get(epilogue, _NONE),
+        HAS_BIAS=bias is not None, HAS_SCALES=scales is not None, EXACT=exact,
+        PREFETCH_BYTES=min(PREFETCH, plan.part_k * weight.element_size()),
+        num_warps=WARPS, num_stages=2 if exact else STAGES[rows],
+    )  # fmt: skip

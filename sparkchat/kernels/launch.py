@@ -1,0 +1,63 @@
+"""How kernels are started: one place for programmatic dependent launch and for compiling ahead of time.
+
+With overlap on, a kernel may start while the one before it on the stream still runs: it loads what never changes
+(weights), then waits (``wait`` below) before it reads or writes anything else. Every kernel of this package waits, so
+when one has ended, all before it have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import triton
+import triton.language as tl
+
+_overlaps = False
+_start: Callable[..., Any] | None = None
+
+
+@contextmanager
+def overlap(is_on: bool = True) -> Iterator[None]:
+    """Within the block, kernels are launched (or captured into a graph) with programmatic dependent launch."""
+    global _overlaps
+    before, _overlaps = _overlaps, is_on
+    try:
+        yield
+    finally:
+        _overlaps = before
+
+
+@contextmanager
+def started_by(start: Callable[..., Any]) -> Iterator[None]:
+    """Within the block, ``start(kernel, grid, *arguments, **options)`` stands in for the launch: for compiling only."""
+    global _start
+    before, _start = _start, start
+    try:
+        yield
+    finally:
+        _start = before
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+    """Start ``kernel``; its last constexpr is PDL."""
+    if _overlaps:
+        options["launch_pdl"] = True
+    if _start is not None:
+        _start(kernel, grid, *arguments, PDL=_overlaps, **options)
+        return
+    kernel[grid](*arguments, PDL=_overlaps, **options)
+
+
+@triton.jit
+def wait(PDL: tl.constexpr):
+    """Let the next kernel start, then wait until everything before this kernel is done."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+
+def power_of_two(n: int) -> int:
+    """The least power of two that is at least ``n``."""
+    return triton.next_power_of_2(n)

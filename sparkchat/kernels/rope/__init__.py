@@ -1,0 +1,33 @@
+"""Queries, keys and values of a step: split, normalised, rotated, and the keys and values stored."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from sparkchat.kernels.rope.reference import write_qkv_reference
+
+
+def write_qkv(
+    qkv: Tensor,
+    positions: Tensor,
+    rows: Tensor,
+    rope: Tensor,
+    cache: Tensor,
+    q: Tensor,
+    *,
+    qk_norm: Tensor | None = None,
+    eps: float = 0.0,
+    pages: Tensor | None = None,
+) -> None:
+    """Rotate queries into q and store keys and values at their positions.
+
+    qkv [N, (H+2K)*D], or partial sums [S, N, ...] float32; positions [N]; rows [N] int32, -1 stores nothing; rope
+    [P, D] float32 (cosine, sine side by side); cache [pages, 2K, slots, D] of one layer, keys before values; q
+    [N, H, D]; qk_norm [H+K, D] float32; pages [cache rows, n] int32, None where cache row and page are one.
+    """
+    if not q.is_cuda:
+        write_qkv_reference(qkv, positions, rows, rope, cache, q, qk_norm, eps, pages)
+        return
+    from sparkchat.kernels.rope.kernel import launch_write_qkv
+
+    launch_write_qkv(qkv, positions, rows, rope, cache, q, qk_norm, eps, pages)

@@ -1,0 +1,81 @@
+"""Split, normalise, rotate, store: one program per row and head."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sparkchat.kernels.launch import launch, wait
+
+
+@triton.jit
+def _write_qkv(
+    qkv_ptr, positions_ptr, rows_ptr, rope_ptr, norm_ptr, cache_ptr, pages_ptr, q_ptr,
+    qkv_stride, part_stride, page_stride, head_stride, slot_stride, pages_stride, capacity, page_size, eps,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PARTS: tl.constexpr, HAS_NORM: tl.constexpr,
+    PAGED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    pair = tl.arange(0, DIM // 2)
+    is_turned = head < HEADS + KV_HEADS
+    wait(PDL)
+    base = qkv_ptr + row * qkv_stride + head * DIM + 2 * pair
+    left = tl.load(base).to(tl.float32)
+    right = tl.load(base + 1).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        left += tl.load(base + part * part_stride)
+        right += tl.load(base + part * part_stride + 1)
+    if HAS_NORM:
+        scale = tl.rsqrt(tl.sum(left * left + right * right, axis=0) / DIM + eps)
+        weight = norm_ptr + head * DIM + 2 * pair
+        left = tl.where(is_turned, left * scale * tl.load(weight, mask=is_turned, other=1.0), left)
+        right = tl.where(is_turned, right * scale * tl.load(weight + 1, mask=is_turned, other=1.0), right)
+    position = tl.load(positions_ptr + row).to(tl.int64)
+    angle = rope_ptr + position * DIM + 2 * pair
+    cos = tl.load(angle, mask=is_turned, other=1.0)
+    sin = tl.load(angle + 1, mask=is_turned, other=0.0)
+    turned_left = left * cos - right * sin
+    turned_right = left * sin + right * cos
+    if head < HEADS:
+        out = q_ptr + (row * HEADS + head) * DIM + 2 * pair
+        tl.store(out, turned_left.to(q_ptr.dtype.element_ty))
+        tl.store(out + 1, turned_right.to(q_ptr.dtype.element_ty))
+    else:
+        cache_row = tl.load(rows_ptr + row).to(tl.int64)
+        if cache_row >= 0:
+            slot = position % capacity
+            page = cache_row
+            if PAGED:
+                page = tl.load(pages_ptr + cache_row * pages_stride + slot // page_size).to(tl.int64)
+                slot = slot % page_size
+            out = cache_ptr + page * page_stride + (head - HEADS) * head_stride + slot * slot_stride + 2 * pair
+            tl.store(out, turned_left.to(cache_ptr.dtype.element_ty))
+            tl.store(out + 1, turned_right.to(cache_ptr.dtype.element_ty))
+
+
+def launch_write_qkv(
+    qkv: Tensor,
+    positions: Tensor,
+    rows: Tensor,
+    rope: Tensor,
+    cache: Tensor,
+    q: Tensor,
+    qk_norm: Tensor | None,
+    eps: float,
+    pages: Tensor | None,
+) -> None:
+    """See ``write_qkv``."""
+    num_rows, heads, dim = q.shape
+    kv_heads, page_size = cache.shape[1] // 2, cache.shape[2]
+    parts = 1 if qkv.dim() == 2 else qkv.shape[0]
+    launch(
+        _write_qkv, (num_rows, heads + 2 * kv_heads),
+        qkv, positions, rows, rope, rope if qk_norm is None else qk_norm, cache, rows if pages is None else pages, q,
+        qkv.stride(-2), qkv.stride(0) if parts > 1 else 0, cache.stride(0), cache.stride(1), cache.stride(2),
+        0 if pages is None else pages.stride(0),
+        page_size if pages is None else pages.shape[1] * page_size, page_size, eps,
+        HEADS=heads, KV_HEADS=kv_heads, DIM=dim, PARTS=parts, HAS_NORM=qk_norm is not None, PAGED=pages is not None,
+        num_warps=1,
+    )  # fmt: skip

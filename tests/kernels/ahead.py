@@ -1,0 +1,154 @@
+"""Compiles every kernel for an H200 on a machine without one: ``python tests/kernels/ahead.py [NAME ...]``.
+
+The launches are the real ones, with tensors on the CPU; compiling takes the place of starting. Prints a line a kernel:
+what it is, registers spilled, shared memory.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.pop("TRITON_INTERPRET", None)
+sys.path[:0] = [str(Path(__file__).parents[2])]
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+
+from sparkchat.kernels.accept import AcceptBuffers
+from sparkchat.kernels.accept.kernel import launch_accept_block
+from sparkchat.kernels.attention import attention_workspace
+from sparkchat.kernels.attention.kernel import launch_decode_attention
+from sparkchat.kernels.gemm import gemm_splits
+from sparkchat.kernels.gemm.kernel import launch_small_gemm
+from sparkchat.kernels.launch import overlap, started_by
+from sparkchat.kernels.markov import MarkovBuffers
+from sparkchat.kernels.markov.kernel import launch_markov_block
+from sparkchat.kernels.norm.kernel import launch_add_rms_norm
+from sparkchat.kernels.planner.kernel import launch_plan_lengths
+from sparkchat.kernels.rope.kernel import launch_write_qkv
+from sparkchat.kernels.sampling import DrawSettings
+
+CPU = torch.device("cpu")
+HALF = torch.bfloat16
+
+
+class Driver:
+    """What the compiler asks of a device: which one it is."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return CPU
+
+
+def compile_only(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+    begin = time.perf_counter()
+    compiled = kernel.warmup(*arguments, grid=grid, **options)
+    spills = [line for line in compiled.asm["ptx"].splitlines() if ".local" in line and "__local_depot" in line]
+    print(
+        f"{kernel.fn.__name__:20} grid {grid!s:18} shared {compiled.metadata.shared:7} stack {len(spills)}"
+        f" wgmma {compiled.asm['ptx'].count('wgmma.mma_async')} {time.perf_counter() - begin:.1f} s",
+        flush=True,
+    )
+
+
+def norm() -> None:
+    x, weight = torch.zeros(8, 4096), torch.ones(4096)
+    launch_add_rms_norm(x, torch.zeros(4, 8, 4096), weight, 1e-6, torch.zeros(8, 4096, dtype=HALF), None)
+    launch_add_rms_norm(x, None, weight, 1e-6, torch.zeros(8, 4096, dtype=HALF), torch.zeros(8, 4096, dtype=HALF))
+
+
+def rope() -> None:
+    cache, q = torch.zeros(4, 16, 1024, 128, dtype=HALF), torch.zeros(8, 32, 128, dtype=HALF)
+    rows, positions = torch.zeros(8, dtype=torch.int32), torch.zeros(8, dtype=torch.int64)
+    table, pages = torch.zeros(1024, 128), torch.zeros(4, 8, dtype=torch.int32)
+    launch_write_qkv(torch.zeros(4, 8, 6144), positions, rows, table, cache, q, torch.ones(40, 128), 1e-6, None)
+    launch_write_qkv(torch.zeros(8, 6144, dtype=HALF), positions, rows, table, cache, q, None, 0.0, pages)
+
+
+def attention() -> None:
+    starts = torch.tensor([0, 8], dtype=torch.int32)
+    rows, positions = torch.zeros(8, dtype=torch.int32), torch.zeros(8, dtype=torch.int64)
+    for heads, kv_heads, dim, dtype, most, window in (
+        (32, 8, 128, HALF, 8, None),
+        (32, 8, 128, HALF, 1, None),
+        (9, 3, 64, HALF, 8, None),
+        (9, 3, 64, torch.float32, 8, 100),
+    ):
+        cache, q = torch.zeros(2, 2 * kv_heads, 2048, dim, dtype=dtype), torch.zeros(8, heads, dim, dtype=dtype)
+        space = attention_workspace(8, heads, dim, 2048, CPU)
+        launch_decode_attention(q, cache, starts, rows, positions, positions, q, space, most, window, None)
+
+
+def gemm() -> None:
+    for n, k, epilogue in ((6144, 4096, "partials"), (24576, 4096, "silu_mul"), (4096, 12288, "partials")):
+        for rows in (1, 16, 64):
+            weight, x = torch.zeros(n, k, dtype=HALF), torch.zeros(rows, k, dtype=HALF)
+            shape = (rows, n // 2) if epilogue == "silu_mul" else (gemm_splits(weight, epilogue), rows, n)
+            out = torch.zeros(shape, dtype=HALF if epilogue == "silu_mul" else torch.float32)
+            launch_small_gemm(x, weight, out, None, None, epilogue)
+    weight, x = torch.zeros(960, 576), torch.zeros(8, 576)
+    launch_small_gemm(x, weight, torch.zeros(8, 960), None, torch.zeros(960), "add")
+    weight = torch.zeros(6144, 4096, dtype=torch.float8_e4m3fn)
+    x, scales = torch.zeros(8, 4096, dtype=HALF), torch.ones(48, 32)
+    launch_small_gemm(x, weight, torch.zeros(gemm_splits(weight), 8, 6144), scales, None, "partials")
+
+
+def markov() -> None:
+    base = torch.zeros(2, 2, 151936)
+    w, anchors = torch.zeros(151936, 256, dtype=HALF), torch.zeros(2, dtype=torch.int64)
+    settings, hidden = DrawSettings.empty(2, CPU), torch.zeros(2, 2, 4096)
+    judge = (torch.zeros(4352), torch.zeros(1))
+    launch_markov_block(base, w, w, anchors, settings, MarkovBuffers.empty(base), None, hidden, judge)
+    launch_markov_block(base, None, None, anchors, settings, MarkovBuffers.empty(base), torch.zeros(9, dtype=torch.int64), None, None)  # fmt: skip
+
+
+def accept() -> None:
+    logits, base = torch.zeros(16, 151936), torch.zeros(2, 7, 151936)
+    starts, lens = torch.tensor([0, 8, 16], dtype=torch.int32), torch.tensor([7, 7], dtype=torch.int32)
+    settings, buffers, block = DrawSettings.empty(2, CPU), AcceptBuffers.empty(logits, 2, 7), MarkovBuffers.empty(base)
+    launch_accept_block(
+        logits, starts, lens, settings, buffers, block.tokens, block.laws, block.index, None, lens
+    )  # fmt: skip
+    mapping = torch.zeros(151936, dtype=torch.int32)
+    launch_accept_block(
+        logits.to(HALF), starts, lens, settings, buffers, block.tokens, block.laws, block.index, mapping, None
+    )  # fmt: skip
+    launch_accept_block(logits, starts, lens, settings, buffers, None, None, None, None, None)
+
+
+def planner() -> None:
+    for requests in (1, 32, 256):
+        limits, lens = (torch.zeros(requests, dtype=torch.int32) for _ in range(2))
+        cost = torch.ones(300, dtype=torch.float64)
+        budget = torch.zeros(1, dtype=torch.int32) if requests == 32 else None
+        launch_plan_lengths(torch.zeros(requests, 7), torch.ones(7), limits, cost, lens, 0, 0.0, budget)
+
+
+ALL: dict[str, Callable[[], None]] = {
+    f.__name__: f for f in (norm, rope, attention, gemm, markov, accept, planner)
+}
+
+
+def main(names: list[str]) -> None:
+    triton.runtime.driver.set_active(Driver())
+    with started_by(compile_only), overlap():
+        for name in names or ALL:
+            ALL[name]()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,86 @@
+"""The small product against its reference: odd shapes, every epilogue, 8 bit weights, independence of rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels.agreement import assert_same_sums
+from sparkchat.kernels.gemm import EPILOGUES, gemm_splits, small_gemm
+from sparkchat.kernels.gemm.kernel import launch_small_gemm
+from sparkchat.kernels.gemm.plan import plan
+from sparkchat.kernels.gemm.reference import dequantise, small_gemm_reference
+
+NAN = float("nan")
+
+
+def out_shape(rows: int, weight: torch.Tensor, epilogue: str) -> tuple[int, ...]:
+    n = weight.shape[0]
+    if epilogue == "partials":
+        return gemm_splits(weight), rows, n
+    return rows, n // 2 if epilogue == "silu_mul" else n
+
+
+@pytest.mark.parametrize("epilogue", EPILOGUES)
+@pytest.mark.parametrize(("rows", "n", "k"), [(1, 96, 64), (7, 130, 200), (16, 64, 1024), (33, 70, 96)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_against_the_reference(
+    rows: int, n: int, k: int, dtype: torch.dtype, epilogue: str, device: torch.device
+) -> None:
+    x, weight = torch.randn(rows, k, device=device, dtype=dtype), torch.randn(n, k, device=device, dtype=dtype)
+    bias = torch.randn(n, device=device, dtype=dtype) if n != 64 else None
+    out = torch.randn(out_shape(rows, weight, epilogue), device=device)
+    if epilogue != "add":
+        out.fill_(NAN)
+    outs = [out, out.clone()]
+    launch_small_gemm(x, weight, outs[0], None, bias, epilogue)
+    small_gemm_reference(x, weight, outs[1], None, bias, epilogue)
+    torch.testing.assert_close(outs[0], outs[1], atol=2e-3, rtol=2e-3)
+
+
+@pytest.mark.parametrize(("n", "k"), [(256, 384), (130, 200), (64, 2048)])
+@pytest.mark.parametrize("epilogue", ["none", "silu_mul", "partials"])
+def test_8_bit_weights(n: int, k: int, epilogue: str, device: torch.device) -> None:
+    x = torch.randn(3, k, device=device, dtype=torch.float16)
+    weight = torch.randn(n, k, device=device).to(torch.float8_e4m3fn)
+    scales = torch.rand(-(-n // 128), -(-k // 128), device=device) + 0.5
+    outs = torch.full((2, *out_shape(3, weight, epilogue)), NAN, device=device)
+    launch_small_gemm(x, weight, outs[0], scales, None, epilogue)
+    small_gemm_reference(x, weight, outs[1], scales, None, epilogue)
+    torch.testing.assert_close(outs[0], outs[1], atol=2e-2, rtol=2e-3)
+
+
+def test_scales_belong_to_blocks_of_128() -> None:
+    weight = torch.ones(130, 200, dtype=torch.float8_e4m3fn)
+    values = dequantise(weight, torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+    assert [values[0, 0], values[127, 128], values[128, 127], values[129, 199]] == [1.0, 2.0, 3.0, 4.0]
+
+
+@pytest.mark.parametrize("epilogue", ["none", "partials"])
+def test_a_row_does_not_depend_on_how_many_there_are(epilogue: str, device: torch.device) -> None:
+    x, weight = torch.randn(40, 1024, device=device), torch.randn(128, 1024, device=device)
+    together = torch.full(out_shape(40, weight, epilogue), NAN, device=device)
+    launch_small_gemm(x, weight, together, None, None, epilogue)
+    for count in (1, 17):
+        some = torch.full(out_shape(count, weight, epilogue), NAN, device=device)
+        launch_small_gemm(x[:count].clone(), weight, some, None, None, epilogue)
+        assert_same_sums(some, together[..., :count, :])
+
+
+@pytest.mark.parametrize(("n", "k"), [(6144, 4096), (4096, 4096), (4096, 12288), (960, 576), (576, 1536), (100, 90)])
+def test_the_parts_cover_k(n: int, k: int) -> None:
+    for size in (1, 2, 4):
+        cut = plan(n, k, size, "partials")
+        assert cut.part_k % cut.block_k == 0
+        assert cut.part_k * (cut.splits - 1) < k <= cut.part_k * cut.splits
+        assert plan(n, k, size, "none").splits == 1
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    x, weight = torch.zeros(2, 8), torch.zeros(6, 8)
+    with pytest.raises(ValueError, match="epilogue"):
+        small_gemm(x, weight, torch.zeros(2, 6), epilogue="gelu")
+    with pytest.raises(ValueError, match="give"):
+        small_gemm(x, weight, torch.zeros(2, 5))
+    with pytest.raises(ValueError, match="scales"):
+        small_gemm(x, weight.to(torch.float8_e4m3fn), torch.zeros(2, 6))
