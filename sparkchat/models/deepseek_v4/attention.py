@@ -24,7 +24,7 @@ class LatentAttention:
         """``scope``: attn of a layer."""
         self._ratio, self._size, self._eps = ratio, config.head_dim, config.rms_eps
         self._plain_dims = config.head_dim - config.rope_dim
-        self._dtype, self._has_roundings, self._reduce = scope.dtype, scope.has_roundings, scope.reduce
+        self._dtype, self._has_roundings, self._group = scope.dtype, scope.has_roundings, scope.group
         self._to_low_rank = scope.linear("wq_a", has_fp8_input=True)
         self._low_rank_norm = scope.norm("q_norm", config.rms_eps)
         self._queries = scope.linear("wq_b", has_fp8_input=True)
@@ -89,4 +89,4 @@ class LatentAttention:
         """heads [N, H, c] -> [N, d]: each group of heads to a vector of its own, all of those to the output."""
         groups = heads.flatten(1).chunk(len(self._groups), dim=-1)
         inner = [project(part.contiguous()) for project, part in zip(self._groups, groups, strict=True)]
-        return self._reduce(self._output(torch.cat(inner, dim=-1)))
+        return self._group.sum(self._output(torch.cat(inner, dim=-1)))

@@ -6,7 +6,8 @@ Entries are a function of the tokens they cover: those behind the length are sta
 again when their last token comes again.
 
 Shapes: L layers of one ratio, R cache rows, c head dimension. A layer's latents are [R, slots, c] in one piece, so that
-attention reads one view: slots 0 to 15 stay zero (slot 0 stands for the sink), then the window's ring, then entries.
+attention reads one view: slots 0 to 15 stay zero (slot 0 stands for the sink), then the window's ring, then entries,
+then in float32 as many that stay zero as fill the last block of slots.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ from sparkchat.models.deepseek_v4.config import SPARSE_RATIO, WINDOW_ONLY, Deeps
 from sparkchat.models.kv_cache import SLOT_STEP, round_up
 
 SINK_SLOTS = SLOT_STEP
+SUM_SLOTS = 512
+"""Float32 attention on the CPU sums over keys in blocks of so many. A last block that is smaller may be summed in parts
+whose sizes depend on its own, so all are made whole: what is masked behind a row's keys then changes none of its bits."""
 _FIRST_ENTRIES = 64
 
 
@@ -67,7 +71,8 @@ class RatioStore:
         def rows(slots: int, width: int, kind: torch.dtype) -> GrowingRows:
             return GrowingRows(num_layers, slots, width, kind, device)
 
-        self.latents = rows(self.first_entry + self.num_entries, config.head_dim, dtype)
+        self._slot_step = SUM_SLOTS if dtype == torch.float32 else SLOT_STEP
+        self.latents = rows(self.num_slots(self.num_entries), config.head_dim, dtype)
         self.raw = self.index_keys = self.index_raw = None
         if ratio != WINDOW_ONLY:
             self.raw = rows(self.raw_ring, 2 * self.depth * config.head_dim, torch.float32)
@@ -80,6 +85,10 @@ class RatioStore:
         """Slot of entry 0 among the latents."""
         return SINK_SLOTS + self.ring
 
+    def num_slots(self, num_entries: int) -> int:
+        """Slots of latents to run over where that many entries are looked at."""
+        return round_up(self.first_entry + num_entries, self._slot_step)
+
     @property
     def parts(self) -> list[GrowingRows]:
         return [p for p in (self.latents, self.raw, self.index_keys, self.index_raw) if p is not None]
@@ -90,7 +99,7 @@ class RatioStore:
         if needed > self.num_entries:
             doubled = min(2 * self.num_entries, self._most_entries)
             self.num_entries = max(round_up(needed, SLOT_STEP), doubled)
-        self.latents.grow(rows, self.first_entry + self.num_entries)
+        self.latents.grow(rows, self.num_slots(self.num_entries))
         for part in (self.raw, self.index_raw):
             if part is not None:
                 part.grow(rows, self.raw_ring)

@@ -24,8 +24,8 @@ from sparkchat.models.deepseek_v4.model import DeepseekV4
 from sparkchat.models.deepseek_v4.scope import Scope
 from sparkchat.models.deepseek_v4.sight import Sight
 from sparkchat.models.deepseek_v4.stack import Stack
+from sparkchat.models.deepseek_v4.vocabulary import VocabularyHead, VocabularyRows
 from sparkchat.models.dspark.heads import ConfidenceHead, VanillaHead
-from sparkchat.models.linear import make_linear
 
 SPARE_POSITIONS = 64
 """Positions a ring holds beside the window, the block's own among them; a rewind may go back over the rest."""
@@ -99,8 +99,9 @@ class DsparkDrafter:
         self._streams_head = HyperHead(last, config)
         self._norm = last.norm("norm", config.rms_eps)
         heads = last.within("markov_head")
-        w1, w2 = (heads.tensor(f"markov_{name}.weight", scope.dtype) for name in ("w1", "w2"))
-        self._markov = VanillaHead(w1, make_linear(w2, None, device=scope.device, dtype=scope.dtype), w2)
+        w1, w2 = (heads.table(f"markov_{name}.weight", scope.dtype) for name in ("w1", "w2"))
+        self._markov = VanillaHead(w1, VocabularyHead(heads.multiply_by(w2, None, False), scope.group), None)
+        self._markov_rows = VocabularyRows(w2, scope.group)
         weight = last.tensor("confidence_head.proj.weight")[0]
         self._confidence = ConfidenceHead(weight, None, w1)
         self.config = BlockConfig(
@@ -139,8 +140,7 @@ class DsparkDrafter:
         The hidden rows are those before the final norm, which ``confidence`` takes. The cache stays as long as it was.
         """
         spans = open_spans(batch.cache_rows, batch.row_starts, cache)  # type: ignore[arg-type]
-        num_heads = self._target.config.num_heads
-        sight = Sight(cache, spans, batch.positions, self._target.ropes, num_heads, is_block=True)
+        sight = Sight(cache, spans, batch.positions, self._target.ropes, self._target.num_heads, is_block=True)
         streams = self._stack.run(self._target.streams(batch.token_ids), batch.token_ids, sight)
         sight.discard()
         return self._streams_head(streams)
@@ -168,7 +168,7 @@ class DsparkDrafter:
     @torch.inference_mode()
     def markov_rows(self, columns: Tensor) -> Tensor:
         """columns [...] token ids -> rows of W2 [..., r] float32: bias = rows . vector."""
-        return self._markov.rows_of(columns)
+        return self._markov_rows(columns)
 
     @torch.inference_mode()
     def confidence(self, previous_ids: Tensor, hidden: Tensor) -> Tensor:

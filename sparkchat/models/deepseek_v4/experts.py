@@ -12,14 +12,20 @@ from torch import Tensor
 from sparkchat.models.deepseek_v4.activation import silu
 from sparkchat.models.deepseek_v4.config import DeepseekV4Config
 from sparkchat.models.deepseek_v4.gate import Gate
+from sparkchat.models.deepseek_v4.packed import WeightBank
 from sparkchat.models.deepseek_v4.scope import Scope
+from sparkchat.models.linear import Linear
+
+Projections = tuple[Linear, Linear, Linear]
+NAMES = ("w1", "w2", "w3")
 
 
 class Expert:
     """w2(silu(w1 x) * w3 x), both factors clamped."""
 
-    def __init__(self, scope: Scope, config: DeepseekV4Config) -> None:
-        self._w1, self._w2, self._w3 = (scope.linear(name, has_fp8_input=True) for name in ("w1", "w2", "w3"))
+    def __init__(self, projections: Projections, config: DeepseekV4Config) -> None:
+        """``projections``: w1, w2, w3"""
+        self._w1, self._w2, self._w3 = projections
         self._limit = config.swiglu_limit
 
     def __call__(self, x: Tensor, weights: Tensor | None = None) -> Tensor:
@@ -38,18 +44,44 @@ class ExpertMixture:
     def __init__(self, scope: Scope, config: DeepseekV4Config, *, is_hashed: bool) -> None:
         """``scope``: ffn of a layer."""
         self.gate = Gate(scope, config, is_hashed=is_hashed)
-        self._shared = Expert(scope.within("shared_experts"), config)
-        experts = scope.within("experts")
-        self._experts = [Expert(experts.within(str(index)), config) for index in range(config.num_experts)]
-        self._reduce = scope.reduce
+        shared = scope.within("shared_experts")
+        w1, w2, w3 = (shared.linear(name, has_fp8_input=True) for name in NAMES)
+        self._shared = Expert((w1, w2, w3), config)
+        self.banks = {name: _bank(scope, config, name) for name in NAMES} if scope.is_packed else {}
+        """Packed weights of all experts by name, each in one piece."""
+        self._experts = [
+            Expert(_banked(scope, self.banks, index) if self.banks else _expert(scope, index), config)
+            for index in range(config.num_experts)
+        ]
+        self._group = scope.group
 
     def __call__(self, x: Tensor, token_ids: Tensor) -> Tensor:
         """x [N, d], token_ids [N] -> [N, d] in x's dtype"""
         weights, chosen = self.gate(x, token_ids)
+        return self._group.sum(self.mix(x, weights, chosen) + self._shared(x)).to(x.dtype)
+
+    def mix(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        """x [N, d], weights [N, k] float32, chosen [N, k] ascending -> this rank's part of the sum [N, d] float32"""
         total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         for expert, rows, slots in _visits(chosen):
             total.index_add_(0, rows, self._experts[expert](x[rows], weights[rows, slots].unsqueeze(-1)))
-        return self._reduce(total + self._shared(x)).to(x.dtype)
+        return total
+
+
+def _expert(scope: Scope, index: int) -> Projections:
+    expert = scope.within(f"experts.{index}")
+    w1, w2, w3 = (expert.linear(name, has_fp8_input=True) for name in NAMES)
+    return w1, w2, w3
+
+
+def _bank(scope: Scope, config: DeepseekV4Config, name: str) -> WeightBank:
+    experts = scope.within("experts")
+    return WeightBank.fill(config.num_experts, lambda index: experts.weight(f"{index}.{name}"), scope.device)
+
+
+def _banked(scope: Scope, banks: dict[str, WeightBank], index: int) -> Projections:
+    w1, w2, w3 = (scope.multiply_by(banks[name][index], None, True) for name in NAMES)
+    return w1, w2, w3
 
 
 def _visits(chosen: Tensor) -> list[tuple[int, Tensor, Tensor]]:

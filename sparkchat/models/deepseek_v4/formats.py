@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -52,10 +53,17 @@ def encode_scales(amax: Tensor, largest: float) -> Tensor:
 
 def unpack_fp4(packed: Tensor) -> Tensor:
     """Bytes [..., n/2] -> the values of their e2m1 codes [..., n] float32."""
-    raw = packed.view(torch.uint8)
-    codes = torch.stack([raw & 15, raw >> 4], dim=-1).flatten(-2).long()
-    table = torch.tensor([*_E2M1, *(-v for v in _E2M1)], dtype=torch.float32, device=packed.device)
-    return table[codes]
+    return _pairs(packed.device)[packed.view(torch.uint8).int()].flatten(-2)
+
+
+@cache
+def _pairs(device: torch.device) -> Tensor:
+    """[256, 2] float32: the values of the two codes in every byte."""
+    values = torch.tensor([*_E2M1, *(-v for v in _E2M1)])
+    byte = torch.arange(256)
+    # What is made in inference mode could not be used outside of it.
+    with torch.inference_mode(False):
+        return torch.stack([values[byte & 15], values[byte >> 4]], dim=-1).to(device)
 
 
 def pack_fp4(values: Tensor) -> Tensor:
@@ -102,7 +110,18 @@ class ScaledWeight:
     def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """[out, in]; exact in float32, and in bfloat16 while a value's exponent fits."""
         values = unpack_fp4(self.codes) if self.is_fp4 else self.codes.float()
-        return (values * spread_scales(decode_scales(self.scales), self.block, self.shape)).to(dtype)
+        scales, (rows, columns) = decode_scales(self.scales), self.block
+        if rows > 1:
+            scales = scales.repeat_interleave(rows, dim=0)[: self.shape[0]]
+        if self.shape[1] % columns:
+            return values.mul_(scales.repeat_interleave(columns, dim=1)[:, : self.shape[1]]).to(dtype)
+        return values.unflatten(1, (-1, columns)).mul_(scales.unsqueeze(-1)).flatten(1).to(dtype)
+
+    def part(self, axis: int, start: int, stop: int) -> ScaledWeight:
+        """Outputs (axis 0) or inputs (axis 1) start:stop; a scale whose block is cut is repeated over smaller ones."""
+        first, last = (start // 2, stop // 2) if self.is_fp4 and axis else (start, stop)
+        codes = self.codes.narrow(axis, first, last - first)
+        return ScaledWeight(codes, *cut_scales(self.scales, self.block, axis, start, stop))
 
     def to(self, device: torch.device) -> ScaledWeight:
         return ScaledWeight(self.codes.to(device), self.scales.to(device), self.block)
@@ -114,6 +133,23 @@ Stored = Tensor | ScaledWeight
 def dense(weight: Stored, dtype: torch.dtype = torch.float32) -> Tensor:
     """[out, in] as a plain tensor."""
     return weight.dense(dtype) if isinstance(weight, ScaledWeight) else weight.to(dtype)
+
+
+def scale_blocks(block: tuple[int, int], axis: int, start: int, stop: int) -> tuple[int, int]:
+    """Blocks of the part start:stop of an axis: smaller ones where it cuts through the stored blocks."""
+    step = block[axis]
+    if start % step or stop % step:
+        step = math.gcd(step, start, stop)
+    return (step, block[1]) if axis == 0 else (block[0], step)
+
+
+def cut_scales(
+    scales: Tensor, block: tuple[int, int], axis: int, start: int, stop: int
+) -> tuple[Tensor, tuple[int, int]]:
+    """The scales of the part start:stop of an axis, and the blocks they are for."""
+    cut = scale_blocks(block, axis, start, stop)
+    first = torch.arange(start, stop, cut[axis], device=scales.device)
+    return scales.index_select(axis, first // block[axis]), cut
 
 
 def spread_scales(scales: Tensor, block: tuple[int, int], shape: tuple[int, int]) -> Tensor:

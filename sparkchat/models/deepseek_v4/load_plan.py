@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from sparkchat.models.deepseek_v4.config import SPARSE_RATIO, WINDOW_ONLY, DeepseekV4Config
-from sparkchat.models.deepseek_v4.formats import FP4_BLOCK, FP8_BLOCK, num_bytes
+from sparkchat.models.deepseek_v4.formats import FP4_BLOCK, FP8_BLOCK, num_bytes, scale_blocks
 from sparkchat.models.deepseek_v4.headers import Headers
 from sparkchat.models.deepseek_v4.layout import Layout, TensorSpec, trunk_layout
 from sparkchat.models.deepseek_v4.weights import (
@@ -18,7 +18,6 @@ from sparkchat.models.deepseek_v4.weights import (
     check_headers,
     check_ranks,
     drafter_layout,
-    scale_blocks,
     split_axis,
     stored_form,
 )
@@ -96,6 +95,12 @@ def unpacked_bytes(layout: Layout, dtype: torch.dtype) -> int:
     """Bytes of all tensors with codes unpacked to ``dtype``, tables of ids as int64 and the rest as float32."""
     sizes = {"fp4": dtype.itemsize, "fp8": dtype.itemsize, "i64": 8}
     return sum(sizes.get(spec.storage, 4) * math.prod(spec.shape) for spec in layout.values())
+
+
+def packed_bytes(layout: Layout, rank: int = 0, num_ranks: int = 1) -> int:
+    """Bytes of a rank's part of all tensors of a layout, as they are stored."""
+    kinds = Counter((split_axis(name), spec) for name, spec in layout.items())
+    return _rank_bytes(kinds, rank, num_ranks)
 
 
 def cache_bytes(config: DeepseekV4Config, context: int) -> int:

@@ -11,13 +11,17 @@ from sparkchat.errors import NotEnoughMemory, UsageError
 from sparkchat.models.deepseek_v4.config import DeepseekV4Config, parse_config
 from sparkchat.models.deepseek_v4.drafter import DsparkDrafter
 from sparkchat.models.deepseek_v4.layout import Layout, trunk_layout
-from sparkchat.models.deepseek_v4.load_plan import unpacked_bytes
+from sparkchat.models.deepseek_v4.load_plan import packed_bytes, unpacked_bytes
 from sparkchat.models.deepseek_v4.model import DeepseekV4
 from sparkchat.models.deepseek_v4.mtp import MtpDrafter
 from sparkchat.models.deepseek_v4.scope import Scope
-from sparkchat.models.deepseek_v4.weights import CheckpointSource, drafter_layout
+from sparkchat.models.deepseek_v4.weights import DRAFTER_PREFIX, CheckpointSource, drafter_layout
 from sparkchat.models.hf_config import ConfigFile, read_config
+from sparkchat.models.parallel import ALONE, Group
 from sparkchat.models.weights import read_json
+
+UNPACKED_BYTES = 512 << 20
+"""A model of at most so many bytes once unpacked is unpacked on the CPU, where it then runs several times faster."""
 
 
 def read_v4_config(folder: Path) -> DeepseekV4Config:
@@ -30,17 +34,26 @@ def read_v4_config(folder: Path) -> DeepseekV4Config:
 
 
 def load_trunk(
-    folder: Path, *, device: torch.device, dtype: torch.dtype | None, has_roundings: bool = False
+    folder: Path,
+    *,
+    device: torch.device,
+    dtype: torch.dtype | None,
+    has_roundings: bool = False,
+    is_packed: bool | None = None,
+    group: Group = ALONE,
 ) -> DeepseekV4:
-    """Load the target. ``dtype`` None is float32 on the CPU and bfloat16 on a GPU.
+    """Load the target, or a rank's part of it. ``dtype`` None is float32 on the CPU and bfloat16 on a GPU.
 
+    ``is_packed``: keep weights as they are stored; None unpacks what is small, on the CPU alone.
     Raises ModelNotFound, DamagedFile, UsageError, or NotEnoughMemory before any weight is read.
     """
     config = read_v4_config(folder)
     layout, dtype = trunk_layout(config), dtype or _own_dtype(device)
-    source = CheckpointSource(folder, config, layout)
-    _refuse_too_large(folder, layout, device, dtype)
-    model = DeepseekV4(source, config, device, dtype, has_roundings=has_roundings)
+    source = CheckpointSource(folder, config, layout, rank=group.rank, num_ranks=group.size)
+    if is_packed is None:
+        is_packed = device.type != "cpu" or unpacked_bytes(layout, dtype) > UNPACKED_BYTES
+    _refuse_too_large(folder, layout, device, None if is_packed else dtype, group)
+    model = DeepseekV4(source, config, device, dtype, has_roundings=has_roundings, is_packed=is_packed, group=group)
     source.finish()
     return model
 
@@ -53,32 +66,57 @@ def load_drafter(
     dtype: torch.dtype | None,
     has_roundings: bool = False,
 ) -> DsparkDrafter | MtpDrafter:
-    """Load what lies under ``mtp.*`` of a checkpoint, which need not be the target's own.
+    """Load what lies under ``mtp.*`` of a checkpoint, which need not be the target's own; packed where that is.
 
-    Raises ModelNotFound, DamagedFile, or UsageError where there is none or it does not fit ``target``.
+    Raises ModelNotFound, DamagedFile, NotEnoughMemory, or UsageError where there is none or it does not fit ``target``.
     """
     config = read_v4_config(folder)
     layout = drafter_layout(config)
     if not layout:
         raise UsageError(f"{folder} has no drafter: its config names neither DSpark stages nor an MTP block")
     _check_fit(folder, config, target.config)
-    source = CheckpointSource(folder, config, layout)
-    scope = Scope(source, device, dtype or _own_dtype(device), has_roundings=has_roundings, prefix="mtp.")
+    group, dtype = target.group, dtype or _own_dtype(device)
+    source = CheckpointSource(folder, config, layout, rank=group.rank, num_ranks=group.size)
+    _refuse_too_large(folder, layout, device, None if target.is_packed else dtype, group)
+    scope = Scope(
+        source,
+        device,
+        dtype,
+        has_roundings=has_roundings,
+        is_packed=target.is_packed,
+        group=group,
+        prefix=DRAFTER_PREFIX,
+    )
     kind = MtpDrafter if config.dspark is None else DsparkDrafter
     drafter = kind(scope, config, target)
     source.finish()
     return drafter
 
 
-def _refuse_too_large(folder: Path, layout: Layout, device: torch.device, dtype: torch.dtype) -> None:
-    """This implementation unpacks projections to ``dtype``: what the files take is not what memory holds."""
-    needed = unpacked_bytes(layout, dtype)
-    free = memory().available_bytes if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
+def _refuse_too_large(
+    folder: Path, layout: Layout, device: torch.device, unpacked: torch.dtype | None, group: Group
+) -> None:
+    """``unpacked``: the format of the weights in memory; None keeps them as they are stored."""
+    if unpacked is None:
+        needed, how = packed_bytes(layout, group.rank, group.size), "as they are stored"
+    else:
+        needed, how = unpacked_bytes(layout, unpacked), f"unpacked to {str(unpacked).removeprefix('torch.')}"
+        needed //= group.size
+    free, place = _free_bytes(device, group.size)
     if free is not None and needed > free:
+        part = f"a part of the weights for each of {group.size} ranks takes" if group.size > 1 else "the weights take"
         raise NotEnoughMemory(
-            f"{folder}: the weights take {needed / 1e9:.1f} GB unpacked to {str(dtype).removeprefix('torch.')}, and "
-            f"{free / 1e9:.1f} GB are free on {device.type}; choose a smaller model, see `sparkchat list`"
+            f"{folder}: {part} {needed / 1e9:.1f} GB {how}, and {free / 1e9:.1f} GB are free on {place}; "
+            "choose a smaller model, see `sparkchat list`"
         )
+
+
+def _free_bytes(device: torch.device, num_ranks: int) -> tuple[int | None, str]:
+    """For one rank, and where that is: ranks on the CPU share its memory."""
+    if device.type != "cpu":
+        return torch.cuda.mem_get_info(device)[0], str(device)
+    free = memory().available_bytes
+    return None if free is None else free // num_ranks, "cpu" if num_ranks == 1 else "cpu for each"
 
 
 def _check_fit(folder: Path, config: DeepseekV4Config, target: DeepseekV4Config) -> None:

@@ -20,7 +20,8 @@ from sparkchat.models.deepseek_v4.rope import Ropes
 from sparkchat.models.deepseek_v4.scope import Scope, TensorReader
 from sparkchat.models.deepseek_v4.sight import Sight
 from sparkchat.models.deepseek_v4.stack import Stack
-from sparkchat.models.layers import Embedding
+from sparkchat.models.deepseek_v4.vocabulary import VocabularyHead, VocabularyRows
+from sparkchat.models.parallel import ALONE, Group
 
 
 class DeepseekV4:
@@ -34,24 +35,32 @@ class DeepseekV4:
         dtype: torch.dtype,
         *,
         has_roundings: bool = False,
+        is_packed: bool = False,
+        group: Group = ALONE,
     ) -> None:
         """``reader`` gives the tensors of ``trunk_layout``, plain or as scaled codes. ``dtype``: of projections.
 
         ``has_roundings``: round activations, latents and index keys as the published model was trained.
+        ``is_packed``: keep weights as they are stored, and unpack them for every use.
+        ``group``: the ranks that share the model; ``reader`` gives this one's parts, and all ranks make the same calls.
         """
         self.device, self._dtype = device, dtype
+        self.is_packed, self.group = is_packed, group
         # What the published model caches is bf16; float32 keeps rows independent of each other on the CPU.
         self.kv_dtype = torch.float32 if device.type == "cpu" else dtype
-        scope = Scope(reader, device, dtype, has_roundings=has_roundings)
-        self.embedding = Embedding(scope.tensor("embed.weight", dtype), device, dtype)
+        scope = Scope(reader, device, dtype, has_roundings=has_roundings, is_packed=is_packed, group=group)
+        self.embedding = VocabularyRows(scope.table("embed.weight", dtype), group)
         self.stack = Stack(scope.within("layers"), config, config.compress_ratios, num_hashed=config.num_hash_layers)
         self._streams_head = HyperHead(scope, config)
         self._norm = scope.norm("norm", config.rms_eps)
-        self.head = scope.linear("head", dtype=torch.float32 if device.type == "cpu" else dtype)
+        head = scope.linear("head", dtype=torch.float32 if device.type == "cpu" else dtype)
+        self.head = VocabularyHead(head, group)
+        self.num_heads = config.num_heads // group.size
+        """Attention heads of this rank."""
         self.ropes = Ropes(config, device)
         self.config = replace(
             config,
-            dtype_name=str(dtype).removeprefix("torch."),
+            dtype_name=packed_name(config) if is_packed else str(dtype).removeprefix("torch."),
             linear_kernel=self.stack.layers[0].attention.kernel,
             kv_dtype=self.kv_dtype,
         )
@@ -76,7 +85,7 @@ class DeepseekV4:
         The layer behind the last one, ``num_layers``, taps all streams of the last, [N, S*d] (for a classic MTP block).
         """
         spans = open_spans(batch.cache_rows, batch.row_starts, cache)  # type: ignore[arg-type]
-        sight = Sight(cache, spans, batch.positions, self.ropes, self.config.num_heads)
+        sight = Sight(cache, spans, batch.positions, self.ropes, self.num_heads)
         streams = self.streams(batch.token_ids)
         taps: dict[int, Tensor] = {}
         on_layer = _tapper(tap_layers, taps)
@@ -95,7 +104,12 @@ class DeepseekV4:
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [M, d] -> [M, V] float32"""
-        return self.head(hidden.to(self.head.dtype)).float()
+        return self.head(hidden.to(self.head.dtype))
+
+
+def packed_name(config: DeepseekV4Config) -> str:
+    """How the layer weights are stored: fp4+fp8 or fp8."""
+    return "+".join(dict.fromkeys((config.expert_format, "fp8")))
 
 
 def _tapper(tap_layers: tuple[int, ...], taps: dict[int, Tensor]) -> Callable[[int, Tensor], None]:

@@ -191,7 +191,7 @@ class MtpDrafter:
             for first, (row, position) in enumerate(zip(state.cache_rows, state.positions, strict=True))
         ]
         where = torch.tensor(state.positions, device=token_ids.device)
-        sight = Sight(cache, spans, where, self._target.ropes, self._target.config.num_heads)
+        sight = Sight(cache, spans, where, self._target.ropes, self._target.num_heads)
         streams = self._input(self._target.embedding(token_ids), state.streams.flatten(1))
         streams = self._layer(streams, token_ids, 0, sight)
         sight.discard()

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from sparkchat.models.deepseek_v4.formats import Stored, dense
+from sparkchat.models.deepseek_v4.formats import ScaledWeight, Stored, dense
+from sparkchat.models.deepseek_v4.packed import keep, unpack
 from sparkchat.models.deepseek_v4.rounding import FP8_ROW_BLOCK, round_e4m3
 from sparkchat.models.layers import RMSNorm
-from sparkchat.models.linear import Linear, make_linear
+from sparkchat.models.linear import Linear
+from sparkchat.models.parallel import ALONE, Group
 
 
 class TensorReader(Protocol):
@@ -44,10 +46,6 @@ class RoundedLinear:
         return self._inner(round_e4m3(x, FP8_ROW_BLOCK), is_long)
 
 
-def _alone(x: Tensor) -> Tensor:
-    return x
-
-
 @dataclass(frozen=True)
 class Scope:
     """The tensors under one prefix, and what all modules of a model share."""
@@ -58,8 +56,10 @@ class Scope:
     """Of activations and projections."""
     has_roundings: bool = False
     """Whether activations, latents and index keys are rounded as the published model was trained."""
-    reduce: Callable[[Tensor], Tensor] = _alone
-    """Sums [N, d] over the ranks that hold slices of the heads and of every expert's width."""
+    is_packed: bool = False
+    """Whether weights stay in memory as they are stored, or are unpacked when they are taken."""
+    group: Group = ALONE
+    """The ranks that share the heads, the width of every expert and the vocabulary; the reader gives this one's."""
     prefix: str = ""
 
     def within(self, name: str) -> Scope:
@@ -73,20 +73,38 @@ class Scope:
     def norm(self, name: str, eps: float) -> RMSNorm:
         return RMSNorm(self.tensor(f"{name}.weight"), eps, self.device)
 
+    def table(self, name: str, dtype: torch.dtype) -> Tensor:
+        """Rows to be looked up, on the device: as stored where weights are packed, else in ``dtype``."""
+        weight = self.reader.take(self.prefix + name)
+        if self.is_packed and isinstance(weight, Tensor):
+            return weight.to(self.device)
+        return dense(weight, dtype).to(self.device)
+
     def linear(self, name: str, *, dtype: torch.dtype | None = None, has_fp8_input: bool = False) -> Linear:
         """The projection ``name.weight``; ``dtype`` None is that of the activations.
 
         ``has_fp8_input``: the published product rounds its input.
         """
-        return self._packed(self._weight(name, dtype), has_fp8_input)
+        return self.multiply_by(self.weight(name), dtype, has_fp8_input)
 
     def linears(self, name: str, rows_each: int) -> list[Linear]:
         """The projection ``name.weight`` cut into groups of ``rows_each`` outputs."""
-        return [self._packed(rows, False) for rows in self._weight(name, None).split(rows_each)]
+        weight = self.weight(name)
+        if self.is_packed:
+            weight = weight.to(self.device)
+        parts = [_outputs(weight, first, first + rows_each) for first in range(0, weight.shape[0], rows_each)]
+        return [self.multiply_by(part, None, False) for part in parts]
 
-    def _weight(self, name: str, dtype: torch.dtype | None) -> Tensor:
-        return dense(self.reader.take(f"{self.prefix}{name}.weight"), dtype or self.dtype)
+    def weight(self, name: str) -> Stored:
+        """``name.weight`` as it is stored, wherever that is."""
+        return self.reader.take(f"{self.prefix}{name}.weight")
 
-    def _packed(self, weight: Tensor, has_fp8_input: bool) -> Linear:
-        linear = make_linear(weight, None, device=self.device, dtype=weight.dtype)
+    def multiply_by(self, weight: Stored, dtype: torch.dtype | None, has_fp8_input: bool) -> Linear:
+        """The projection by a weight."""
+        make = keep if self.is_packed else unpack
+        linear = make(weight, dtype or self.dtype, self.device)
         return RoundedLinear(linear) if has_fp8_input and self.has_roundings else linear
+
+
+def _outputs(weight: Stored, first: int, last: int) -> Stored:
+    return weight.part(0, first, last) if isinstance(weight, ScaledWeight) else weight[first:last]

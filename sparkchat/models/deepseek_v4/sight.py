@@ -4,7 +4,8 @@ Shapes: N rows, R spans, Q rows of each (padded), H heads, c head dimension, T s
 W entries that close in this pass. The heads of a row are rows of one matrix product, [R, Q*H, c] by [R, T, c]: there is
 one latent for all heads and it is never repeated.
 
-A row's bits do not depend on the rows beside it on the CPU: products have a multiple of 16 rows and of 16 slots.
+A row's bits do not depend on the rows beside it on the CPU: products have a multiple of 16 rows, and sums run over
+whole blocks of slots (cache.SUM_SLOTS).
 """
 
 from __future__ import annotations
@@ -97,8 +98,9 @@ class RatioSight:
 
     def hidden_slots(self, window_hidden: Tensor) -> Tensor:
         """window_hidden [R, Q, ring] -> [R, Q, T] slots that no head of a row may look at, but for the sink's."""
-        around = torch.ones_like(window_hidden[..., :1]).expand(-1, -1, SINK_SLOTS)
-        return torch.cat([around, window_hidden, ~self.is_visible], dim=-1)
+        hidden = torch.cat([window_hidden, ~self.is_visible], dim=-1)
+        behind = self.store.num_slots(self.num_entries) - SINK_SLOTS - hidden.shape[-1]
+        return F.pad(hidden, (SINK_SLOTS, behind), value=True)
 
 
 class Sight:
@@ -167,7 +169,8 @@ class Sight:
         plan, mask = self._ratios[ratio], self._masks[ratio]
         if chosen is not None:
             mask = mask.clone()
-            mask[..., plan.store.first_entry :].masked_fill_(~chosen, float("-inf"))
+            entries = mask[..., plan.store.first_entry :][..., : plan.num_entries]
+            entries.masked_fill_(~chosen, float("-inf"))
         latents = plan.store.latents.data[index][self.rectangle.cache_rows, : mask.shape[-1]]
         return self.rectangle.collect(attend_with_sinks(self.rectangle.spread(q), latents, mask, sinks))
 

@@ -10,7 +10,6 @@ and the Markov head's W2. Everything else is whole on every rank.
 
 from __future__ import annotations
 
-import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -24,7 +23,14 @@ from torch import Tensor
 
 from sparkchat.errors import DamagedFile, UsageError
 from sparkchat.models.deepseek_v4.config import DeepseekV4Config
-from sparkchat.models.deepseek_v4.formats import FP4_BLOCK, FP8_BLOCK, ScaledWeight, Stored, has_bad_numbers
+from sparkchat.models.deepseek_v4.formats import (
+    FP4_BLOCK,
+    FP8_BLOCK,
+    ScaledWeight,
+    Stored,
+    cut_scales,
+    has_bad_numbers,
+)
 from sparkchat.models.deepseek_v4.headers import Headers, StoredTensor, read_headers
 from sparkchat.models.deepseek_v4.layout import Layout, TensorSpec, hyper_head_layout, layer_layout, trunk_layout
 
@@ -189,8 +195,10 @@ class CheckpointSource:
             return self._read(name, part)
         is_fp4 = spec.storage == "fp4"
         codes = self._read(name, _halved(part) if is_fp4 else part)
-        scales = self._read(scale_name(name), None)
-        return _cut_scales(codes, scales, FP4_BLOCK if is_fp4 else FP8_BLOCK, part)
+        scales, block = self._read(scale_name(name), None), FP4_BLOCK if is_fp4 else FP8_BLOCK
+        if part is not None:
+            scales, block = cut_scales(scales, block, part.axis, part.start, part.stop)
+        return ScaledWeight(codes, scales, block)
 
     def finish(self) -> None:
         """Raise ValueError when tensors of the layout are left: the model that asked for them forgot some."""
@@ -227,20 +235,3 @@ def _index_of(part: Part | None) -> tuple[slice, ...]:
 def _halved(part: Part | None) -> Part | None:
     """In bytes of two codes where inputs are cut."""
     return part if part is None or part.axis == 0 else Part(1, part.start // 2, part.stop // 2)
-
-
-def _cut_scales(codes: Tensor, scales: Tensor, block: tuple[int, int], part: Part | None) -> ScaledWeight:
-    """The scales of a part; where it cuts through blocks, a scale is repeated over smaller ones."""
-    if part is None:
-        return ScaledWeight(codes, scales, block)
-    cut = scale_blocks(block, part.axis, part.start, part.stop)
-    first = torch.arange(part.start, part.stop, cut[part.axis])
-    return ScaledWeight(codes, scales.index_select(part.axis, first // block[part.axis]), cut)
-
-
-def scale_blocks(block: tuple[int, int], axis: int, start: int, stop: int) -> tuple[int, int]:
-    """Blocks of the part start:stop of an axis: smaller ones where it cuts through the stored blocks."""
-    step = block[axis]
-    if start % step or stop % step:
-        step = math.gcd(step, start, stop)
-    return (step, block[1]) if axis == 0 else (block[0], step)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from models.deepseek_v4.trunks import make_trunk, random_ids, run
-from sparkchat.models.deepseek_v4.cache import StateCache
+from sparkchat.models.deepseek_v4.cache import RatioStore, StateCache
 
 SMALL: dict[str, Any] = {"compress_ratios": [0, 4, 8], "num_hidden_layers": 3, "hc_sinkhorn_iters": 2}
 TRUNK = make_trunk(**SMALL)
@@ -47,9 +47,21 @@ def test_only_entries_grow() -> None:
     before = parts(cache)
     fill(cache, row, random_ids(700, seed=1))
     after = parts(cache)
-    assert {key for key in after if after[key] > before[key]} == {(4, "latents"), (4, "index_keys"), (8, "latents")}
-    # 764 positions are 191 entries of 4 and 95 of 8.
+    # 764 positions are 191 entries of 4 and 95 of 8; with the ring they still fit the first block of float32 slots.
     assert cache.stores[4].num_entries == 256 and cache.stores[8].num_entries == 128
+    assert {key for key in after if after[key] > before[key]} == {(4, "index_keys")}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_slots_hold_the_entries_and_in_float32_whole_blocks(dtype: torch.dtype) -> None:
+    store = RatioStore(TRUNK.ours.config, 4, 1, context=8000, max_span=8, dtype=dtype, device=torch.device("cpu"))
+    sizes = []
+    for positions in (0, 400, 1640, 1700, 8000):
+        store.grow(1, positions)
+        sizes.append(store.latents.data.shape[2])
+        assert sizes[-1] >= store.first_entry + positions // 4
+    steps = {torch.float32: [512, 512, 512, 1024, 2048], torch.bfloat16: [96, 160, 448, 864, 2032]}
+    assert sizes == steps[dtype]
 
 
 def test_growth_keeps_what_is_there() -> None:

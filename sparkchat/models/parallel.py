@@ -1,0 +1,79 @@
+"""What the ranks of a tensor-parallel group say to each other: one process a rank, all of one node.
+
+Every rank gets the same bits from the same call, and the bits of a row do not depend on the rows beside it: parts are
+gathered whole and added in the order of the ranks. (A ring that adds chunk by chunk gives neither at every size.) The
+messages of decode steps are small, so that what counts is the number of trips, which is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Group(Protocol):
+    """One rank's end. All ranks make the same calls in the same order."""
+
+    rank: int
+    size: int
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Added over the ranks in float32, in x's shape and dtype."""
+        ...
+
+    def join(self, x: Tensor) -> Tensor:
+        """x [..., n] of every rank, side by side in the order of the ranks -> [..., size * n]"""
+        ...
+
+
+class Alone:
+    """A group of one."""
+
+    rank, size = 0, 1
+
+    def sum(self, x: Tensor) -> Tensor:
+        return x
+
+    def join(self, x: Tensor) -> Tensor:
+        return x
+
+
+ALONE = Alone()
+
+
+class ProcessGroup:
+    """A group over the processes that torch.distributed was started with."""
+
+    def __init__(self) -> None:
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+
+    def sum(self, x: Tensor) -> Tensor:
+        parts = self._gather(x)
+        total = parts[0].float()
+        for part in parts[1:]:
+            total = total + part.float()
+        return total.to(x.dtype)
+
+    def join(self, x: Tensor) -> Tensor:
+        return torch.cat(list(self._gather(x)), dim=-1)
+
+    def send(self, tensors: Sequence[Tensor]) -> None:
+        """From rank 0 to all others, which call ``receive``."""
+        for tensor in tensors:
+            dist.broadcast(tensor.contiguous(), src=0)
+
+    def receive(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        tensor = torch.empty(tuple(shape), dtype=dtype, device=device)
+        dist.broadcast(tensor, src=0)
+        return tensor
+
+    def _gather(self, x: Tensor) -> Tensor:
+        """[size, *x.shape]"""
+        x = x.contiguous()
+        parts = x.new_empty((self.size, *x.shape))
+        dist.all_gather_into_tensor(parts.view(-1, *x.shape[1:]), x)
+        return parts
