@@ -13,7 +13,7 @@ from sparkchat.errors import ModelNotFound, UsageError
 from sparkchat.models.base import ForwardBatch, KVCache, ModelConfig, TargetModel
 from sparkchat.models.dense import DenseModel
 from sparkchat.models.dummy import DRAFTER_ABSENT, DummySource
-from sparkchat.models.hf_config import architecture_of, parse_target, read_config
+from sparkchat.models.hf_config import architecture_of, parse_fp8_block, parse_target, read_config
 from sparkchat.models.weights import FolderSource
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def _load_target(path: Path, device: torch.device, dtype: torch.dtype | None) ->
     if name not in TARGETS:
         raise UsageError(f"{path}: architecture {name} is not supported; known: {', '.join((*TARGETS, DEEPSEEK_V4))}")
     parsed = parse_target(path, config)
-    source = FolderSource(path)
+    source = FolderSource(path, parse_fp8_block(config))
     model = DenseModel(source, parsed, device, dtype or _own_dtype(source, device), "model.")
     source.finish(["lm_head.weight"] if parsed.tie_word_embeddings else [])
     return model

@@ -77,8 +77,7 @@ def parse_target(folder: Path, config: ConfigFile) -> ModelConfig:
     generation = folder / "generation_config.json"
     if generation.is_file():
         eos = ConfigFile(read_json(generation), generation).whole_numbers("eos_token_id") or eos
-    if config.has("quantization_config"):
-        raise UsageError(f"{folder}: quantised folders are not supported; give an unquantised one or a GGUF file")
+    parse_fp8_block(config)
     vocab = config.whole("vocab_size")
     return ModelConfig(
         architecture=name,
@@ -88,6 +87,25 @@ def parse_target(folder: Path, config: ConfigFile) -> ModelConfig:
         eos_token_ids=tuple(e for e in eos if e < vocab),
         tie_word_embeddings=config.flag("tie_word_embeddings", False),
     )
+
+
+def parse_fp8_block(config: ConfigFile) -> tuple[int, int] | None:
+    """Outputs and inputs that share a scale in an FP8 checkpoint; None for one that is not quantised."""
+    if not config.has("quantization_config"):
+        return None
+    found = config.data["quantization_config"]
+    if not isinstance(found, dict):
+        raise config.refuse("quantization_config", "an object")
+    kind, block = found.get("quant_method"), found.get("weight_block_size")
+    if kind != "fp8" or found.get("fmt", "e4m3") != "e4m3" or block is None:
+        raise UsageError(
+            f"{config.where}: weights quantised as {kind!r} are not supported, only fp8 e4m3 with weight_block_size; "
+            "give an unquantised folder or a GGUF file"
+        )
+    sizes = ConfigFile(found, config.where).whole_numbers("weight_block_size", least=1)
+    if len(sizes) != 2:
+        raise ConfigFile(found, config.where).refuse("weight_block_size", "two whole numbers of 1 or more")
+    return sizes[0], sizes[1]
 
 
 def parse_decoder(config: ConfigFile, family: str) -> DecoderShape:

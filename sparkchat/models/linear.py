@@ -6,6 +6,7 @@ All of them give each row the same bits whatever rows are beside it: oneDNN's pa
 
 from __future__ import annotations
 
+import functools
 from typing import Protocol
 
 import torch
@@ -44,16 +45,31 @@ class PlainLinear:
 
 
 class PackedLinear:
-    """oneDNN's product with the weight reordered once; fp32, or bf16 accumulated in fp32."""
+    """oneDNN's product with the weight reordered once; fp32, or bf16 accumulated in fp32.
+
+    On processors for which oneDNN has no bf16 product the weight lies in fp32, and inputs and outputs are bf16 still.
+    """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.dtype = weight.dtype
-        self.kernel = "onednn-fp32" if weight.dtype == torch.float32 else "onednn-bf16"
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACKED_ROWS)
-        self._bias = bias
+        self._held = weight.dtype if weight.dtype == torch.float32 or has_bf16_product() else torch.float32
+        self.kernel = "onednn-fp32" if self._held == torch.float32 else "onednn-bf16"
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.to(self._held).contiguous(), _PACKED_ROWS)
+        self._bias = None if bias is None else bias.to(self._held)
 
     def __call__(self, x: Tensor, is_long: bool = False) -> Tensor:
-        return torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
+        y = torch.ops.mkldnn._linear_pointwise(x.to(self._held), self._weight, self._bias, "none", [], "")
+        return y.to(self.dtype)
+
+
+@functools.cache
+def has_bf16_product() -> bool:
+    """Whether oneDNN multiplies in bf16 on this processor: with AVX-512 (BW, VL, DQ) or AVX-NE-CONVERT."""
+    try:
+        torch.ops.mkldnn._reorder_linear_weight(torch.zeros(16, 16, dtype=torch.bfloat16), _PACKED_ROWS)
+    except RuntimeError:
+        return False
+    return True
 
 
 class Int4Linear:

@@ -15,10 +15,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from sparkchat.errors import DamagedFile, ModelNotFound, UsageError
-from sparkchat.models.quant import GroupedWeight, Weight, stack_rows, take_columns, take_rows
+from sparkchat.models.quant import GroupedWeight, Weight, block_scaled, stack_rows, take_columns, take_rows
 from sparkchat.models.shape import DecoderShape
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+FP8 = torch.float8_e4m3fn
+_FP8_NAN = 0x7F
+"""Both codes of float8_e4m3fn that are no number have these bits set."""
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
@@ -47,9 +50,12 @@ class FolderSource:
 
     has_paired_rotary = False
 
-    def __init__(self, folder: Path) -> None:
-        """Raises ModelNotFound, DamagedFile, or UsageError for pickled weights."""
-        self._folder = folder
+    def __init__(self, folder: Path, fp8_block: tuple[int, int] | None = None) -> None:
+        """``fp8_block``: outputs and inputs that share a scale, in a checkpoint whose weights are float8.
+
+        Raises ModelNotFound, DamagedFile, or UsageError for pickled weights.
+        """
+        self._folder, self._fp8_block = folder, fp8_block
         self._taken: set[str] = set()
         self._files = {path: _open(path) for path in _weight_files(folder)}
         self._owner = {name: path for path, file in self._files.items() for name in file.keys()}  # noqa: SIM118
@@ -67,15 +73,35 @@ class FolderSource:
         """Return the stored format of a tensor by safetensors' name, F32 or BF16; empty when there is none."""
         return str(self._files[self._owner[name]].get_slice(name).get_dtype()) if name in self._owner else ""
 
-    def take(self, name: str, *shape: int, allow_nan: bool = False) -> Tensor:
+    def take(self, name: str, *shape: int, allow_nan: bool = False) -> Weight:
         tensor = self._read(name)
+        if tensor.dtype == FP8 and self._fp8_block is not None:
+            return self._take_fp8(name, tensor, shape, self._fp8_block)
         if tensor.dtype not in FLOATS:
             raise UsageError(
                 f"{self._owner[name]}: {name} is {_dtype_name(tensor)}; only float32, float16 and bfloat16 "
-                "weights can be run, so choose an unquantised checkpoint"
+                "weights, and float8 in blocks, can be run, so choose another checkpoint"
             )
         check_shape(self._owner[name], name, tensor.shape, shape)
         return tensor if allow_nan else check_finite(self._owner[name], name, tensor)
+
+    def _take_fp8(self, name: str, codes: Tensor, shape: tuple[int, ...], block: tuple[int, int]) -> Weight:
+        """Float8 codes with the scales of their blocks, which lie beside them as ``weight_scale_inv``."""
+        where = self._owner[name]
+        check_shape(where, name, codes.shape, shape)
+        if codes.dim() != 2:
+            raise DamagedFile(f"{where}: {name} is float8 and no matrix; fetch the file again")
+        scale = self._read(f"{name}_scale_inv")
+        if scale.dtype not in FLOATS:
+            raise UsageError(
+                f"{where}: {name}_scale_inv is {_dtype_name(scale)}; only floating-point scales can be used"
+            )
+        blocks = [-(-size // step) for size, step in zip(shape, block, strict=True)]
+        check_shape(where, f"{name}_scale_inv", scale.shape, blocks)
+        check_finite(where, f"{name}_scale_inv", scale)
+        if bool(((codes.view(torch.uint8) & _FP8_NAN) == _FP8_NAN).any()):
+            raise DamagedFile(f"{where}: {name} holds NaN; fetch the file again")
+        return block_scaled(codes, scale, block)
 
     def take_whole_numbers(self, name: str) -> Tensor:
         """Return a one-dimensional int64 tensor of any length."""
