@@ -33,6 +33,8 @@ class RunConfig:
     """The prompt is the exact text: no chat template."""
     prompt_ids: tuple[int, ...] | None = None
     """Exact token ids instead of a text (one-shot only)."""
+    resume: str | None = None
+    """The kept chat to go on with: ``last``, its number in the list, or its id; None starts a new one."""
     trace_path: Path | None = None
     trace_force: bool = False
     """An existing trace file may be overwritten."""

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import tempfile
 import threading
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any, ClassVar
 
-from textual.app import App, ComposeResult, SystemCommand
+from textual.app import App, ComposeResult, SuspendNotSupported, SystemCommand
 from textual.binding import Binding, BindingType
 from textual.containers import Container
 from textual.filter import NoColor
@@ -21,16 +17,23 @@ from sparkchat.client import EngineClient
 from sparkchat.config import RunConfig
 from sparkchat.errors import SparkchatError
 from sparkchat.paths import user_paths
+from sparkchat.ui.bindings import CHAT_BINDINGS, key_help
 from sparkchat.ui.bridge import Batch, Bridge, Engine
 from sparkchat.ui.clipboard import copied_message, is_too_long, osc52
 from sparkchat.ui.commands import COMMANDS
+from sparkchat.ui.compare import Comparison
+from sparkchat.ui.document import Section
+from sparkchat.ui.editor import edited, editor_command
 from sparkchat.ui.glyphs import glyphs
 from sparkchat.ui.history import History
 from sparkchat.ui.keymap import load_keymap
 from sparkchat.ui.live_chat import LiveChat, View
+from sparkchat.ui.screens.chats import ChatsScreen
+from sparkchat.ui.screens.compare import CompareScreen
 from sparkchat.ui.screens.help import HelpScreen
 from sparkchat.ui.screens.inspector import InspectorScreen
 from sparkchat.ui.terminal import TerminalGuard
+from sparkchat.ui.token_detail import TokenSpan, find_step, token_at, token_line, walked
 from sparkchat.ui.trace_sink import TraceSink
 from sparkchat.ui.widgets.bars import Badge, PartsBar
 from sparkchat.ui.widgets.prompt import Prompt
@@ -62,40 +65,7 @@ class SparkApp(App[int]):
     COMMAND_PALETTE_BINDING = "f10"
     HORIZONTAL_BREAKPOINTS: ClassVar[list[tuple[int, str]]] = [(0, "-narrow"), (100, "-wide")]
     VERTICAL_BREAKPOINTS: ClassVar[list[tuple[int, str]]] = [(0, "-short"), (18, "-tall")]
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape", "stop", "stop the answer", id="answer.stop"),
-        Binding(
-            "ctrl+c", "interrupt", "copy a selection, else stop, else clear, else quit", id="interrupt", priority=True
-        ),
-        Binding("ctrl+d", "quit_if_empty", "leave, when nothing is written", id="quit.empty", priority=True),
-        Binding("ctrl+q", "leave", "leave", id="quit", priority=True),
-        Binding(
-            "shift+tab,f6", "cycle_mode", "next verify mode, also during an answer", id="mode.cycle", priority=True
-        ),
-        Binding("f1", "help", "this help", id="help", priority=True),
-        Binding("f2", "toggle_panel", "stats panel", id="panel.toggle", priority=True),
-        Binding(
-            "f3",
-            "toggle_origins",
-            "token colours: drafts plain, the target's own underlined",
-            id="tokens.toggle",
-            priority=True,
-        ),
-        Binding("f4", "inspect", "step inspector", id="steps.inspect", priority=True),
-        Binding("f5", "compare", "the last question again under every mode", id="compare", priority=True),
-        Binding("ctrl+t", "toggle_thinking", "show or hide the thinking", id="thinking.toggle", priority=True),
-        Binding(
-            "ctrl+r", "search_history", "search the history for what is written", id="history.search", priority=True
-        ),
-        Binding("ctrl+g", "editor", "write in $VISUAL or $EDITOR", id="prompt.editor", priority=True),
-        Binding("pageup", "browse('page_up')", "scroll up", id="scroll.page_up"),
-        Binding("pagedown", "browse('page_down')", "scroll down", id="scroll.page_down"),
-        Binding("ctrl+up", "browse('up')", "scroll up a line", id="scroll.up", priority=True),
-        Binding("ctrl+down", "browse('down')", "scroll down a line", id="scroll.down", priority=True),
-        Binding("ctrl+home", "browse('home')", "go to the start", id="scroll.home", priority=True),
-        Binding("ctrl+end,end", "browse('end')", "go to the end and follow it", id="scroll.end"),
-        Binding("f10,ctrl+backslash", "command_palette", "command palette", id="palette", priority=True),
-    ]
+    BINDINGS: ClassVar[list[BindingType]] = [*CHAT_BINDINGS]
 
     class EngineNews(Message):
         """Batches wait to be shown."""
@@ -112,6 +82,7 @@ class SparkApp(App[int]):
         self._panel_wish: bool | None = None
         self._quit_armed = False
         self._keymap_names: dict[str, str] = {}
+        self._token: TokenSpan | None = None
         self._news: list[Batch] = []
         self._news_lock = threading.Lock()
         self.animation_level = "none"
@@ -134,6 +105,7 @@ class SparkApp(App[int]):
         with Body(id="body"):
             yield Transcript(self.glyphs, id="transcript")
             yield StepPanel(self.glyphs, id="panel")
+        yield PartsBar(self.glyphs, id="token")
         yield Prompt(History(user_paths().history), id="prompt")
         yield PartsBar(self.glyphs, id="status")
 
@@ -152,6 +124,7 @@ class SparkApp(App[int]):
         self.chat = LiveChat(self.config, self.bridge, self._trace, view, self, self.glyphs, self._is_replay)
         self.prompt.focus()
         self._place_panel()
+        self.query_one("#token", PartsBar).display = False
         self.chat.begin(self._load_keymap())
         self.transcript.update_rows()
 
@@ -206,13 +179,7 @@ class SparkApp(App[int]):
         self.prompt.set_value(text)
 
     def key_help(self) -> str:
-        rows = [("enter", "send"), ("shift+enter, alt+enter, ctrl+j", "new line"), ("up, down", "history")]
-        for binding in self.BINDINGS:
-            assert isinstance(binding, Binding)
-            keys = self._keymap_names.get(binding.id or "", binding.key)
-            rows.append((keys.replace(",", ", "), binding.description))
-        width = max(len(keys) for keys, _ in rows)
-        return "\n".join(f"{keys:<{width}}  {what}" for keys, what in rows)
+        return key_help(self.BINDINGS, Prompt.BINDINGS, self._keymap_names)
 
     def set_panel(self, shown: bool) -> None:
         self._panel_wish = shown
@@ -298,20 +265,84 @@ class SparkApp(App[int]):
         self.show_steps()
 
     def show_steps(self) -> None:
-        if not isinstance(self.screen, InspectorScreen):
-            self.push_screen(InspectorScreen(self.glyphs, list(self.chat.records)))
+        """The steps of the newest answer, or of the one that holds the chosen token, at its step."""
+        if isinstance(self.screen, InspectorScreen):
+            return
+        token = self._token
+        steps = self.chat.steps_of(token.section.turn_id if token is not None else self.chat.newest_id)
+        index = None
+        if token is not None and (record := find_step(steps, token.step)) is not None:
+            index = steps.index(record)
+        self.push_screen(InspectorScreen(self.glyphs, steps, index))
 
     def action_compare(self) -> None:
         self.chat.send("/compare")
+
+    def show_comparison(self, comparison: Comparison) -> None:
+        self.push_screen(CompareScreen(self.glyphs, comparison, self.action_stop))
+
+    def comparison_moved(self) -> None:
+        if isinstance(self.screen, CompareScreen):
+            self.screen.refresh_comparison()
+
+    def action_copy_code(self) -> None:
+        self.chat.send("/copy code")
+
+    def action_chats(self) -> None:
+        self.chat.send("/chats")
+
+    def choose_chat(self, words: str) -> None:
+        keeper = self.chat.keeper
+
+        def chosen(chat_id: str | None) -> None:
+            if chat_id is not None:
+                self.chat.send(f"/load {chat_id}")
+
+        if not isinstance(self.screen, ChatsScreen):
+            self.push_screen(ChatsScreen(keeper.store, words, keeper.id, self.config.ascii), chosen)
+
+    def keep_prompts(self, kept: bool) -> None:
+        self.prompt.past.is_kept = kept
 
     def action_toggle_panel(self) -> None:
         self.set_panel(not self.panel.display)
 
     def action_toggle_origins(self) -> None:
-        self.transcript.show_origins = not self.transcript.show_origins
-        self.transcript.forget_drawn()
-        marks = "drafts plain, the target's own underlined, without speculation dim"
-        self.chat.flash(f"token colours on: {marks}" if self.transcript.show_origins else "token colours off")
+        self._show_origins(not self.transcript.show_origins)
+
+    def _show_origins(self, shown: bool) -> None:
+        self.transcript.show_origins = shown
+        self._choose_token(None)
+        marks = "drafts plain, the target's own underlined, corrections bold; alt+left walks"
+        self.chat.flash(f"token colours on: {marks}" if shown else "token colours off")
+
+    def action_walk_tokens(self, by: int) -> None:
+        if not self.transcript.show_origins:
+            self._show_origins(True)
+        found = walked(self.transcript.sections, self._token, by)
+        if found is not None:
+            self._choose_token(self._token_at(*found))
+
+    def _token_at(self, section: Section, offset: int) -> TokenSpan | None:
+        return token_at(section, offset, self.chat.steps_of(section.turn_id))
+
+    def _choose_token(self, token: TokenSpan | None) -> None:
+        self._token = token
+        self.transcript.mark_token(None if token is None else (token.section, token.start, token.end))
+        bar = self.query_one("#token", PartsBar)
+        bar.display = token is not None
+        if token is not None:
+            record = find_step(self.chat.steps_of(token.section.turn_id), token.step)
+            bar.show([(0, token_line(token, record), "text"), (1, "F4 step", "dim")])
+
+    def on_transcript_clicked(self, event: Transcript.Clicked) -> None:
+        """A click on a folded part unfolds it, on the edge of a code block copies it, on a token says how it came."""
+        if self.chat.toggle_part(event.section):
+            return
+        if event.code is not None:
+            self.copy_to_clipboard(event.code)
+        elif self.transcript.show_origins:
+            self._choose_token(self._token_at(event.section, event.offset))
 
     def action_toggle_thinking(self) -> None:
         self.chat.toggle_thinking()
@@ -322,17 +353,18 @@ class SparkApp(App[int]):
 
     def action_editor(self) -> None:
         """Hand the prompt to the user's editor; the screen is given back meanwhile."""
-        editor = os.environ.get("VISUAL") or os.environ.get("EDITOR")
-        if not editor:
-            self.chat.flash("set VISUAL or EDITOR to use ctrl+g")
-            return
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "prompt.md"
-            path.write_text(self.prompt.value, "utf-8")
+        try:
+            command = editor_command()
             with self.suspend():
-                done = subprocess.run([*editor.split(), str(path)], check=False)
-            if done.returncode == 0:
-                self.prompt.set_value(path.read_text("utf-8", "replace").rstrip("\n"))
+                text = edited(command, self.prompt.value)
+        except SuspendNotSupported:
+            self.chat.flash("this terminal cannot be handed to an editor")
+            return
+        except SparkchatError as error:
+            self.chat.flash(error.message)
+            return
+        if text is not None:
+            self.prompt.set_value(text)
         self.refresh()
 
     def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+from sparkchat.ui.stats import Snapshot
 
-def badge_text(
-    info: dict[str, Any], step: dict[str, Any] | None, mode: str, reason_off: str | None = None
-) -> str | None:
+TRIM_STEPS = 32
+"""Steps of ``compact`` that must all have verified the whole block before the badge says so."""
+
+
+def badge_text(info: dict[str, Any], snapshot: Snapshot, mode: str, reason_off: str | None = None) -> str | None:
     """The sentence of the badge, or None when drafts are verified as asked.
 
-    ``info`` is the engine's INFO (empty while it loads), ``mode`` what the user asked for, ``reason_off`` why there is
-    no drafter when that was decided before the engine started.
+    ``info`` is the engine's newest INFO (empty while it loads), ``mode`` what the user asked for, ``reason_off`` why
+    there is no drafter when that was decided before the engine started.
     """
     if not info:
         return None
@@ -21,14 +24,33 @@ def badge_text(
         return "speculation is off: mode off was chosen (shift+tab changes it)"
     if info.get("reason_off"):
         return f"no speculation: {info['reason_off']}"
-    if step is not None and step.get("mode_requested") == mode:
-        fallback = step.get("fallback")
-        if step.get("mode") not in (None, mode):
-            return f"asked for {mode}, running {step['mode']}: {fallback or 'the engine gave no reason'}"
-        if fallback:
-            return f"{mode}: {fallback}"
+    plans = mode in ("compact", "cap-accept")
+    if plans and (info.get("heads") or {}).get("confidence") is False:
+        return f"{mode}: the drafter has no confidence head, so the whole block is verified and nothing is trimmed"
+    return _from_step(info, snapshot, mode) or _from_table(info, snapshot, mode)
+
+
+def _from_step(info: dict[str, Any], snapshot: Snapshot, mode: str) -> str | None:
+    """What the newest step says, when it ran under what is asked for now."""
+    step = snapshot.step
+    if step is None or step.get("mode_requested") != mode:
+        return None
+    fallback = step.get("fallback")
+    if info.get("cost_table") and step.get("predicted_step_ms") is None and step.get("mode") == mode:
+        fallback = None  # the table came after this step
+    if step.get("mode") not in (None, mode):
+        return f"asked for {mode}, running {step['mode']}: {fallback or 'the engine gave no reason'}"
+    if step.get("simulated"):
+        return f"acceptance is simulated ({step['simulated']}): the text is no answer of the model"
+    return f"{mode}: {fallback}" if fallback else None
+
+
+def _from_table(info: dict[str, Any], snapshot: Snapshot, mode: str) -> str | None:
     if mode in ("compact", "cap-accept") and not info.get("cost_table"):
-        return f"{mode}: no cost table, nothing is trimmed; 'sparkchat tune' measures one"
+        return f"{mode}: no cost table, nothing is trimmed; it is measured when the next answer starts"
     if mode == "cap-accept":
         return "cap-accept: the whole block is verified and acceptance is capped; it measures, it does not speed up"
+    newest = snapshot.strip[-TRIM_STEPS:]
+    if mode == "compact" and len(newest) == TRIM_STEPS and all(mark.is_whole for mark in newest):
+        return f"compact: nothing was trimmed in the last {TRIM_STEPS} steps: by the cost table the whole block pays"
     return None

@@ -8,13 +8,14 @@ from sparkchat.ui.stats import Snapshot, number
 from sparkchat.ui.widgets.bars import Part
 
 
-def title_parts(label: str, info: dict[str, Any], trace: str | None, has_more_below: bool) -> list[Part]:
+def title_parts(label: str, info: dict[str, Any], trace: str | None, branch: str, has_more_below: bool) -> list[Part]:
     where = f"{info.get('device', '')} {info.get('dtype', '')}".strip()
     return [
         (1, "sparkchat", "strong"),
         (0, label, "text"),
         (4, where, "dim"),
         (5, f"block {info['block_size']}" if info.get("block_size") else "", "dim"),
+        (3, branch, "text"),
         (3, f"trace {trace}" if trace else "", "dim"),
         (2, "more below (End)" if has_more_below else "", "strong"),
     ]

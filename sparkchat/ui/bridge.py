@@ -100,6 +100,14 @@ class Bridge:
     def set_mode(self, mode: Mode) -> None:
         self._require().set_mode(mode)
 
+    def change(self, request_id: str, sampling: dict[str, Any] | None = None, think: bool | None = None) -> bool:
+        """Other settings for a running answer; False when this engine settles them at its start."""
+        change = getattr(self._require(), "change", None)
+        if change is None:
+            return False
+        change(request_id, sampling, think)
+        return True
+
     def cancel(self, request_id: str) -> None:
         self._require().cancel(request_id)
 
@@ -221,6 +229,6 @@ class _Folder:
 
 
 def _joined(runs: tuple[TextRun, ...], run: TextRun) -> tuple[TextRun, ...]:
-    if runs and runs[-1].origin == run.origin:
-        return (*runs[:-1], TextRun(runs[-1].text + run.text, run.origin))
+    if runs and runs[-1][1:] == run[1:]:
+        return (*runs[:-1], runs[-1]._replace(text=runs[-1].text + run.text))
     return (*runs, run)

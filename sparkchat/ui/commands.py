@@ -9,7 +9,7 @@ from typing import Protocol
 
 from sparkchat.errors import UsageError
 from sparkchat.options import unknown
-from sparkchat.params import MODES, Mode
+from sparkchat.params import MODES, Mode, SamplingParams
 from sparkchat.ui.clipboard import code_blocks, is_too_long
 from sparkchat.ui.conversation import Conversation
 from sparkchat.ui.export import export_chat
@@ -27,11 +27,21 @@ class ChatFront(Protocol):
     def stats_text(self) -> str: ...
     def change_mode(self, mode: Mode) -> None: ...
     def mode_text(self) -> str: ...
+    def sampling_changed(self, before: SamplingParams) -> str:
+        """The sampling options are others now; returns from when on they hold, as the rest of a sentence."""
+        ...
+
+    def think_changed(self) -> str: ...
     def set_stats(self, shown: bool) -> None: ...
     def show_thinking(self, shown: bool) -> None: ...
     def new_chat(self) -> None: ...
     def regenerate(self) -> None: ...
-    def edit_last(self) -> None: ...
+    def edit(self, number: int | None) -> None: ...
+    def fork(self, number: int | None) -> None: ...
+    def branch(self, number: int | None) -> None: ...
+    def load(self, word: str) -> None: ...
+    def list_chats(self, words: str) -> None: ...
+    def keep_chats(self, kept: bool) -> None: ...
     def copy(self, text: str) -> None: ...
     def compare(self) -> None: ...
     def inspect(self) -> None: ...
@@ -54,10 +64,15 @@ _ADVICE = "; /help lists all, and // begins a message that starts with a slash"
 
 STATS_DEFINITIONS = (
     "tok/s: tokens after the first over the time since the first (now: over the last second)\n"
+    "speed-up: tokens a second over those of plain decoding, one token per plain step of the cost table\n"
     "acceptance length: tokens kept per step, the target's own bonus token included; 1.0 = no draft was accepted\n"
     "verify length: drafts handed to the target in a step; rows = verify length + 1\n"
     "survival (bar): chance that a position and all before it are accepted; confidence (tick): the position alone\n"
-    "step ms: measured / predicted from the cost table (- = not measured)"
+    "step ms: measured / predicted from the cost table (- = not measured)\n"
+    "idle: share of the last second in which no step ran; on a GPU, in which it had nothing to do between steps\n"
+    "spared: rows of the block that compact did not hand over, and the cache bytes they would have taken\n"
+    "lost: drafts that the cut threw away although the target agreed; only cap-accept can know\n"
+    "calibration: mean survival against the share really reached, and the gap over 20 bins (ECE)"
 )
 
 
@@ -112,18 +127,38 @@ def _stats(front: ChatFront, argument: str) -> None:
         front.say(front.stats_text())
 
 
+_SWITCHES: dict[str, Callable[[ChatFront], None]] = {
+    "history": lambda front: front.keep_chats(True),
+    "nohistory": lambda front: front.keep_chats(False),
+    "verbose": lambda front: front.set_stats(True),
+    "quiet": lambda front: front.set_stats(False),
+    "think": lambda front: _think(front, "on"),
+    "nothink": lambda front: _think(front, "off"),
+}
+"""Words of ``/set`` that take no value, as users of ollama know them."""
+
+
 def _set(front: ChatFront, argument: str) -> None:
     name, _, value = argument.partition(" ")
+    if name in _SWITCHES and not value.strip():
+        _SWITCHES[name](front)
+        if name.endswith("history"):
+            front.say("prompts and chats are kept" if name == "history" else "nothing more is kept of this chat")
+        return
     options = front.conversation.options()
     if not name:
         front.say("\n".join(f"{key} = {_value(each)}" for key, each in options.items()))
         return
+    key = name.replace("-", "_")
     if value.strip():
+        before = front.conversation.sampling
         front.conversation.set_option(name, value.strip())
         options = front.conversation.options()
-    key = name.replace("-", "_")
+        when = front.sampling_changed(before)
+        front.say(f"{key} = {_value(options[key])}{when}")
+        return
     if key not in options:
-        raise UsageError(unknown("option", name, options))
+        raise UsageError(unknown("option", name, [*options, *_SWITCHES]))
     front.say(f"{key} = {_value(options[key])}")
 
 
@@ -133,6 +168,7 @@ def _value(value: object) -> str:
 
 def _system(front: ChatFront, argument: str) -> None:
     if argument:
+        front.conversation.refuse_fixed("system", "/system")
         front.conversation.system = None if argument.lower() == "none" else argument
     system = front.conversation.system
     front.say(f"system text: {system if system else 'none'}; /system TEXT sets it, /system none takes it away")
@@ -145,29 +181,56 @@ def _think(front: ChatFront, argument: str) -> None:
     choices: dict[str, bool | None] = {"on": True, "off": False, "auto": None}
     if argument and argument not in choices:
         raise UsageError(f"/think {argument} is unknown; give on, off, auto, show or hide")
+    when = ""
     if argument:
+        front.conversation.refuse_fixed("think", "/think")
         front.conversation.think = choices[argument]
+        when = front.think_changed()
     now = {True: "on", False: "off", None: "auto (the model's template decides)"}[front.conversation.think]
-    front.say(f"thinking: {now}")
+    front.say(f"thinking: {now}{when}")
 
 
 def _copy(front: ChatFront, argument: str) -> None:
     answers = [turn.answer.text for turn in front.conversation.turns if turn.answer.text]
     if not answers:
         raise UsageError("/copy has nothing to copy: there is no answer yet")
-    text = answers[-1]
-    if argument == "code":
-        blocks = code_blocks(text)
-        if not blocks:
-            raise UsageError("/copy code found no code block in the last answer; /copy takes the whole answer")
-        text = blocks[-1]
+    word, _, number = argument.partition(" ")
+    if word == "code":
+        text = _code(answers[-1], number.strip())
     elif argument:
         if not argument.isdigit() or not 1 <= int(argument) <= len(answers):
             raise UsageError(f"/copy {argument} is not possible; give 1 (the last answer) to {len(answers)}, or code")
         text = answers[-int(argument)]
+    else:
+        text = answers[-1]
     if is_too_long(text):
         raise UsageError(f"{len(text)} characters are too many for a terminal's clipboard; use /export FILE")
     front.copy(text)
+
+
+def _code(answer: str, number: str) -> str:
+    """A code block of the answer: the one of that number, or the last."""
+    blocks = code_blocks(answer)
+    if not blocks:
+        raise UsageError("/copy code found no code block in the last answer; /copy takes the whole answer")
+    if not number:
+        return blocks[-1]
+    if not number.isdecimal() or not 1 <= int(number) <= len(blocks):
+        raise UsageError(f"/copy code {number} is not possible; give 1 to {len(blocks)}, or nothing for the last")
+    return blocks[int(number) - 1]
+
+
+def _numbered(
+    action: Callable[[ChatFront], Callable[[int | None], None]], name: str
+) -> Callable[[ChatFront, str], None]:
+    """A command that takes a number or nothing."""
+
+    def run(front: ChatFront, argument: str) -> None:
+        if argument and not (argument.isdecimal() and len(argument) < 9):
+            raise UsageError(f"/{name} {argument} is not possible; give a number, or nothing")
+        action(front)(int(argument) if argument else None)
+
+    return run
 
 
 def _trace(front: ChatFront, argument: str) -> None:
@@ -188,6 +251,14 @@ def _export(front: ChatFront, argument: str) -> None:
     front.say(export_chat(front.conversation, Path(argument).expanduser()))
 
 
+def _chats(front: ChatFront, argument: str) -> None:
+    front.list_chats(argument)
+
+
+def _load(front: ChatFront, argument: str) -> None:
+    front.load(argument)
+
+
 def _no_argument(action: Callable[[ChatFront], None], name: str) -> Callable[[ChatFront, str], None]:
     def run(front: ChatFront, argument: str) -> None:
         if argument:
@@ -201,7 +272,9 @@ COMMANDS: Sequence[Command] = (
     Command("help", "/help, /?", "keys and commands; /? stats explains the numbers", _help, ("?",)),
     Command("mode", "/mode [NAME]", "verify mode: off, static, compact or cap-accept, from the next step on", _mode),
     Command("stats", "/stats [on|off]", "numbers of the session; on or off shows or hides them", _stats),
-    Command("set", "/set [OPTION [VALUE]]", "sampling options for the next answers", _set),
+    Command(
+        "set", "/set [OPTION [VALUE]]", "sampling options, from the next step on; or nohistory, verbose, quiet", _set
+    ),
     Command("system", "/system [TEXT|none]", "system text for the next answers", _system),
     Command("think", "/think [on|off|auto|show|hide]", "let the model think; show or hide what it thought", _think),
     Command("new", "/new", "start a new chat", _no_argument(lambda front: front.new_chat(), "new"), ("clear",)),
@@ -210,11 +283,23 @@ COMMANDS: Sequence[Command] = (
     ),
     Command(
         "edit",
-        "/edit",
-        "take the last question back to change it",
-        _no_argument(lambda front: front.edit_last(), "edit"),
+        "/edit [N]",
+        "change the last question, or question N, and ask again; the old branch stays",
+        _numbered(lambda front: front.edit, "edit"),
     ),
-    Command("copy", "/copy [N|code]", "copy the N-th last answer, or its last code block", _copy),
+    Command(
+        "fork",
+        "/fork [N]",
+        "go on from behind answer N on a branch of its own",
+        _numbered(lambda front: front.fork, "fork"),
+    ),
+    Command(
+        "branch",
+        "/branch [N]",
+        "go to the next branch of this chat, or to branch N",
+        _numbered(lambda front: front.branch, "branch"),
+    ),
+    Command("copy", "/copy [N|code [K]]", "copy the N-th last answer, or its last or K-th code block", _copy),
     Command("trace", "/trace [FILE|off]", "record every step from here on into a new file", _trace),
     Command("export", "/export FILE.md|.json", "save the chat with its numbers", _export),
     Command(
@@ -226,7 +311,14 @@ COMMANDS: Sequence[Command] = (
     Command(
         "inspect", "/inspect", "the steps of the last answer", _no_argument(lambda each: each.inspect(), "inspect")
     ),
-    Command("load", "/load", "start the engine again", _no_argument(lambda front: front.restart_engine(), "load")),
+    Command("chats", "/chats [WORDS]", "kept chats, newest first, or those with these words", _chats, ("list",)),
+    Command("load", "/load [N|ID]", "go on with a kept chat; with the engine stopped: start it", _load),
+    Command(
+        "restart",
+        "/restart",
+        "start the engine again",
+        _no_argument(lambda front: front.restart_engine(), "restart"),
+    ),
     Command("quit", "/quit", "leave", _no_argument(lambda front: front.quit(), "quit"), ("exit", "bye", "q")),
 )
 

@@ -1,8 +1,13 @@
-"""The state of a chat: messages, settings, and the request that each new turn becomes. No terminal, no engine."""
+"""The state of a chat: messages, settings, and the request that each new turn becomes. No terminal, no engine.
+
+A chat is a tree: a question that is asked again, or changed, becomes a branch beside the first one, and nothing that
+was said is lost. ``turns`` is the line from the root to where the chat stands now.
+"""
 
 from __future__ import annotations
 
 import uuid
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -30,7 +35,7 @@ class Answer:
         return self.result is not None and self.result.get("finish_reason") == "error" and not self.text
 
 
-@dataclass
+@dataclass(eq=False)
 class Turn:
     """A question and its answer."""
 
@@ -39,6 +44,10 @@ class Turn:
     answer: Answer = field(default_factory=Answer)
     seed: int | None = None
     """What the answer was drawn with."""
+    number: int = 0
+    """Counts the questions of the chat in the order they were asked, from 1."""
+    parent: Turn | None = None
+    """What was said before; None at the start of the chat."""
 
 
 class Conversation:
@@ -46,16 +55,18 @@ class Conversation:
 
     def __init__(self, config: RunConfig) -> None:
         self._raw = config.raw
+        self._fixed_by: Callable[[str], str | None] = config.fixed_by
         self.sampling: SamplingParams = config.sampling
         self.system = config.system
         self.think = config.think
         self.mode: Mode = config.spec.mode
         self.turns: list[Turn] = []
+        self.every_turn: list[Turn] = []
+        """All branches, in the order they were asked."""
         self._begin_session()
 
     def _begin_session(self) -> None:
         self.session = uuid.uuid4().hex[:12]
-        self._num_requests = 0
 
     @property
     def messages(self) -> tuple[dict[str, str], ...]:
@@ -71,16 +82,93 @@ class Conversation:
 
     def ask(self, prompt: str) -> Turn:
         """Begin a turn; :meth:`request` is what answers it."""
-        self._num_requests += 1
-        turn = Turn(prompt, f"{self.session}-{self._num_requests}")
-        self.turns.append(turn)
-        return turn
+        number = self._next_number
+        return self._add(Turn(prompt, f"{self.session}-{number}", number=number))
 
     def adopt(self, prompt: str, request_id: str) -> Turn:
         """A turn that was begun elsewhere."""
-        turn = Turn(prompt, request_id)
+        return self._add(Turn(prompt, request_id, number=self._next_number))
+
+    @property
+    def _next_number(self) -> int:
+        return self.every_turn[-1].number + 1 if self.every_turn else 1
+
+    def _add(self, turn: Turn) -> Turn:
+        turn.parent = self.turns[-1] if self.turns else None
         self.turns.append(turn)
+        self.every_turn.append(turn)
         return turn
+
+    # Branches
+
+    def cut(self, length: int) -> None:
+        """Stand after the first ``length`` questions; what follows them stays as a branch."""
+        del self.turns[length:]
+
+    def drop_last(self) -> str | None:
+        """Step back before the last turn (to ask it again, or to edit it); returns its prompt."""
+        return self.turns.pop().prompt if self.turns else None
+
+    def branches(self, turn: Turn) -> list[Turn]:
+        """Every turn that stands at the place of ``turn``, itself included, oldest first."""
+        return [each for each in self.every_turn if each.parent is turn.parent]
+
+    @property
+    def fork_turn(self) -> Turn | None:
+        """The last question of the present line that has branches beside it."""
+        return next((turn for turn in reversed(self.turns) if len(self.branches(turn)) > 1), None)
+
+    @property
+    def branch_text(self) -> str:
+        """Which branch of how many the chat stands on; empty when there is only one."""
+        turn = self.fork_turn
+        if turn is None:
+            return ""
+        beside = self.branches(turn)
+        return f"branch {beside.index(turn) + 1} of {len(beside)}"
+
+    def branch_at(self, number: int | None) -> Turn:
+        """The turn that begins a branch, by its number, or the one after the present one. Raises UsageError."""
+        turn = self.fork_turn
+        beside = self.branches(turn) if turn is not None else self._roots_ahead()
+        if not beside:
+            raise UsageError("/branch: there is only one branch; /edit or /regen begins another")
+        if number is None:
+            return beside[(beside.index(turn) + 1) % len(beside)] if turn is not None else beside[-1]
+        if not 1 <= number <= len(beside):
+            raise UsageError(f"/branch {number} is not possible; give 1 to {len(beside)}")
+        return beside[number - 1]
+
+    def _roots_ahead(self) -> list[Turn]:
+        """What follows the place where the chat stands, when it was stepped back."""
+        last = self.turns[-1] if self.turns else None
+        return [turn for turn in self.every_turn if turn.parent is last]
+
+    def turn_at(self, number: int | None, command: str) -> Turn:
+        """The question of that number on the present line, or the last one. Raises UsageError."""
+        if not self.turns:
+            raise UsageError(f"{command} needs a question: the chat is empty")
+        if number is not None and not 1 <= number <= len(self.turns):
+            raise UsageError(f"{command} {number} is not possible; give 1 to {len(self.turns)}")
+        return self.turns[-1 if number is None else number - 1]
+
+    def go_to(self, turn: Turn) -> None:
+        """Stand at the newest end of the branch that ``turn`` begins."""
+        path = [turn]
+        while path[0].parent is not None:
+            path.insert(0, path[0].parent)
+        while below := [each for each in self.every_turn if each.parent is path[-1]]:
+            path.append(below[-1])
+        self.turns[:] = path
+
+    def take_over(self, every_turn: Sequence[Turn], path: Sequence[Turn], system: str | None) -> None:
+        """Go on with a chat that was kept elsewhere."""
+        self.clear()
+        self.every_turn[:], self.turns[:] = every_turn, path
+        if self._fixed_by("system") is None:
+            self.system = system
+
+    # Requests
 
     def request(self, turn: Turn) -> GenerateRequest:
         """The request for the newest turn, with the settings of this moment."""
@@ -99,19 +187,27 @@ class Conversation:
     def turn_of(self, request_id: str | None) -> Turn | None:
         return next((turn for turn in reversed(self.turns) if turn.request_id == request_id), None)
 
-    def drop_last(self) -> str | None:
-        """Take the last turn away (to ask it again, or to edit it); returns its prompt."""
-        return self.turns.pop().prompt if self.turns else None
-
     def clear(self) -> None:
         self.turns.clear()
+        self.every_turn.clear()
         self._begin_session()
+
+    # Settings
+
+    def refuse_fixed(self, name: str, command: str) -> None:
+        """Raise UsageError when a typed flag or a variable holds the option, and so wins over a session command."""
+        source = self._fixed_by(name)
+        if source is not None:
+            kind, _, word = source.partition(" ")
+            what = f"{word} was typed" if kind == "flag" else f"the variable {word} is set"
+            raise UsageError(f"{command} changes nothing: {what}, which wins; start without it")
 
     def set_option(self, name: str, value: str) -> None:
         """Change one sampling option by its long name; raises UsageError and leaves the others as they were."""
         key = name.replace("-", "_")
         if key not in SAMPLING:
             raise UsageError(unknown("option", name, SAMPLING))
+        self.refuse_fixed(key, f"/set {name}")
         cleared = value.strip().lower() == "none" and key in _MAY_BE_NONE
         parsed = None if cleared else parse(SAMPLING[key], value, f"/set {name} {value}")
         self.sampling = replace(self.sampling, **{key: parsed})

@@ -8,7 +8,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from sparkchat.ui.glyphs import Glyphs
 from sparkchat.ui.markdown import LONG_LINE, Fence, FormattedLine, MarkdownFormatter, Piece, plain_line, plain_pieces
@@ -17,6 +17,15 @@ from sparkchat.ui.tables import align_table, is_delimiter, is_row
 from sparkchat.ui.wrap import wrap
 
 Syntax = Literal["markdown", "plain"]
+
+
+class OriginRun(NamedTuple):
+    """A part of a section's text that one step made in one way."""
+
+    start: int
+    end: int
+    origin: str
+    step: int | None
 
 
 class Line:
@@ -121,6 +130,7 @@ class Section:
 
     def __init__(self, syntax: Syntax, style: str, width: int, glyphs: Glyphs, margin: str = "") -> None:
         self.text = ""
+        self.num_words = 0
         self.lines: list[Line] = []
         self.first_changed = 0
         """First line whose rows are not what the transcript last saw."""
@@ -130,7 +140,7 @@ class Section:
         self.is_folded = False
         self._syntax = syntax
         self._style = style
-        self._width = width
+        self.width = width
         self._glyphs = glyphs
         self._margin = margin
         self._formatter = MarkdownFormatter(glyphs, style)
@@ -139,7 +149,9 @@ class Section:
         self._tables: list[tuple[int, int]] = []
         self._is_finished = False
         self.origin_ends: list[int] = []
-        self.origins: list[str] = []
+        self.origins: list[tuple[str, int | None]] = []
+        self.turn_id: str | None = None
+        """The request that this text answers."""
 
     @property
     def ascii_only(self) -> bool:
@@ -155,6 +167,9 @@ class Section:
     def append(self, text: str) -> None:
         if not text:
             return
+        self.num_words += len(text.split()) - (
+            bool(self.text) and not self.text[-1].isspace() and not text[0].isspace()
+        )
         self.text += text
         first, *rest = text.split("\n")
         self._extend_last(first)
@@ -162,23 +177,46 @@ class Section:
             self._complete_last()
             self._add_line(part)
 
-    def mark_origin(self, origin: str) -> None:
-        """Everything since the last call came from ``origin`` (prefill, draft, bonus, plain)."""
+    def mark_origin(self, origin: str, step: int | None = None) -> None:
+        """Everything since the last call came from ``origin`` (see ``token_text``), in that step of the answer."""
         end = len(self.text)
         if self.origin_ends and self.origin_ends[-1] >= end:
             return
-        if self.origins and self.origins[-1] == origin:
+        if self.origins and self.origins[-1] == (origin, step):
             self.origin_ends[-1] = end
         else:
             self.origin_ends.append(end)
-            self.origins.append(origin)
+            self.origins.append((origin, step))
 
     def origin_at(self, offset: int) -> tuple[str, int]:
         """The origin of the character at ``offset``, and where the run of that origin ends."""
         index = bisect_right(self.origin_ends, offset)
         if index == len(self.origins):
             return "", len(self.text) + 1
-        return self.origins[index], self.origin_ends[index]
+        return self.origins[index][0], self.origin_ends[index]
+
+    def run_at(self, offset: int) -> OriginRun | None:
+        """The run of one origin and step that holds ``offset``; None where nothing is known."""
+        index = bisect_right(self.origin_ends, offset)
+        if not 0 <= index < len(self.origins):
+            return None
+        start = self.origin_ends[index - 1] if index else 0
+        return OriginRun(start, self.origin_ends[index], *self.origins[index])
+
+    def code_at(self, edge: Line) -> str | None:
+        """The contents of the code block that a fence line opens or closes."""
+        kinds = [line.formatted.kind for line in self.lines]
+        try:
+            index = self.lines.index(edge)
+        except ValueError:
+            return None
+        opens = sum(kind == "fence" for kind in kinds[:index]) % 2 == 0
+        begin, end = index, index
+        if opens:
+            end = next((n for n in range(index + 1, len(kinds)) if kinds[n] == "fence"), len(kinds))
+        else:
+            begin = max(n for n in range(index) if kinds[n] == "fence")
+        return "\n".join(line.text for line in self.lines[begin + 1 : end])
 
     def finish(self) -> None:
         """No more text comes: lay out a table that ends the text."""
@@ -189,12 +227,12 @@ class Section:
 
     def replace(self, text: str) -> None:
         """Show another text instead (for lines of ours that change, such as a count)."""
-        self.text, self.lines = "", []
+        self.text, self.lines, self.num_words = "", [], 0
         self.first_changed = 0
         self.append(text)
 
     def rewrap(self, width: int) -> None:
-        self._width = width
+        self.width = width
         for line in self.lines:
             line.wrap(width)
         for begin, end in self._tables:
@@ -210,15 +248,15 @@ class Section:
         line = self.lines[-1]
         self._changed(len(self.lines) - 1)
         if len(line.text) > LONG_LINE:
-            line.extend(text, self._width, self.ascii_only)
+            line.extend(text, self.width, self.ascii_only)
         else:
             line.text += text
-            line.show(self._format(line.text, len(self.lines) - 1)[0], self._width)
+            line.show(self._format(line.text, len(self.lines) - 1)[0], self.width)
 
     def _add_line(self, text: str) -> None:
         start = self.lines[-1].end + 1 if self.lines else 0
         self._changed(len(self.lines))
-        self.lines.append(Line(self, start, text, self._format(text, len(self.lines))[0], self._width))
+        self.lines.append(Line(self, start, text, self._format(text, len(self.lines))[0], self.width))
 
     def _complete_last(self) -> None:
         """The last line is whole: take over its fence, and follow tables."""
@@ -245,9 +283,9 @@ class Section:
 
     def _align(self, begin: int, end: int) -> None:
         lines = self.lines[begin:end]
-        aligned = align_table([line.text for line in lines], self._width, self._formatter, self._glyphs)
+        aligned = align_table([line.text for line in lines], self.width, self._formatter, self._glyphs)
         for number, line in enumerate(lines):
-            line.show(aligned[number] if aligned else self._formatter.format(line.text, None)[0], self._width)
+            line.show(aligned[number] if aligned else self._formatter.format(line.text, None)[0], self.width)
         self._changed(begin)
 
     def _changed(self, index: int) -> None:

@@ -15,6 +15,8 @@ class History:
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
+        self.is_kept = True
+        """Whether new prompts go to the file."""
         self.entries = self._load()
         self._position: int | None = None
         self._draft = ""
@@ -67,7 +69,7 @@ class History:
         return [text for line in lines[-MAX_ENTRIES:] if (text := _decode(line)) is not None]
 
     def _append(self, text: str) -> None:
-        if self._path is None:
+        if self._path is None or not self.is_kept:
             return
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Iterator
 
 from sparkchat.client import EngineClient
 from sparkchat.config import RunConfig
 from sparkchat.errors import EngineCrash, SparkchatError, Terminated, UsageError
-from sparkchat.params import Mode
+from sparkchat.params import Mode, SamplingParams
 from sparkchat.paths import user_paths
 from sparkchat.ui.answering import Answerer, Signals
 from sparkchat.ui.bridge import Engine, Event
+from sparkchat.ui.chats import ChatKeeper, ChatStore
 from sparkchat.ui.clipboard import copied_message, osc52
-from sparkchat.ui.commands import command_table, completions, is_command, run_command, without_escape
+from sparkchat.ui.commands import command_table, is_command, run_command, without_escape
 from sparkchat.ui.compare import Comparison
 from sparkchat.ui.conversation import Conversation
-from sparkchat.ui.history import History
+from sparkchat.ui.line_reader import LineReader
 from sparkchat.ui.progress import LoadingLine, use_color
 from sparkchat.ui.safe_text import TerminalFilter, visible
 from sparkchat.ui.stats import result_line
 from sparkchat.ui.trace_sink import TraceSink
 
+MOST_SHOWN = 20
+"""Chats that are listed at once."""
 _HELP = (
     'a trailing \\ continues the line; """ begins and ends a text of several lines\n'
     "ctrl+c stops an answer; ctrl+d leaves"
@@ -40,7 +44,7 @@ def run_repl(config: RunConfig, make_engine: Callable[[], Engine] | None = None)
         except Terminated:
             return signals.exit_code or Terminated.exit_code
         finally:
-            repl.close()
+            repl.end()
             trace.close()
 
 
@@ -58,6 +62,10 @@ class Repl:
         self._loading = LoadingLine(config)
         self._engine: Engine | None = None
         self._answerer: Answerer | None = None
+        # A session that is piped in is a script's, and leaves nothing behind.
+        self._keeper = ChatKeeper(
+            ChatStore(user_paths().sessions), self.conversation, config.spec.name, is_on=sys.stdin.isatty()
+        )
         self._is_terminal = sys.stdout.isatty()
         self._dim = ("\x1b[2m", "\x1b[0m") if use_color(config, sys.stdout) else ("", "")
         self._shows_stats = True
@@ -69,6 +77,8 @@ class Repl:
     def run(self) -> int:
         for sentence in self._config.notices:
             self._loading.note(sentence)
+        if self._config.resume is not None:
+            self.load(self._config.resume or "last")
         try:
             self._load()
         except KeyboardInterrupt:
@@ -90,6 +100,10 @@ class Repl:
         if self._engine is not None:
             self._engine.close()
             self._engine = self._answerer = None
+
+    def end(self) -> None:
+        self.close()
+        self._keeper.close()
 
     # Reading
 
@@ -142,6 +156,7 @@ class Repl:
             self._load()
         assert self._answerer is not None
         turn = self.conversation.ask(prompt)
+        self._keeper.question(turn)
         request = self.conversation.request(turn)
         printer = _AnswerPrinter(self._write, self._config.ascii, self._is_terminal, self._shows_thinking, self._dim)
         try:
@@ -154,10 +169,14 @@ class Repl:
         finally:
             printer.close()
             turn.answer.text, turn.answer.thinking = printer.answer, printer.thinking
+            turn.seed = printer.seed
+            turn.answer.was_stopped = True
+            self._keeper.answer(turn)
+            self._say_problem()
         self._crash = None
         turn.answer.result = end["result"]
-        turn.seed = printer.seed
         turn.answer.was_stopped = end["result"]["finish_reason"] == "cancelled"
+        self._keeper.answer(turn)
         if self._shows_stats:
             self._write(f"{self._dim[0]}{visible(result_line(end['result']))}{self._dim[1]}\n")
 
@@ -197,6 +216,7 @@ class Repl:
 
     def new_chat(self) -> None:
         self.conversation.clear()
+        self._keeper.new()
         self.say("new chat")
 
     def regenerate(self) -> None:
@@ -205,11 +225,67 @@ class Repl:
             raise UsageError("/regen has nothing to answer again: the chat is empty")
         self._ask(prompt)
 
-    def edit_last(self) -> None:
-        prompt = self.conversation.drop_last()
-        if prompt is None:
-            raise UsageError("/edit has nothing to change: the chat is empty")
-        self._reader.prefill(prompt)
+    def edit(self, number: int | None) -> None:
+        turn = self.conversation.turn_at(number, "/edit")
+        self._reader.prefill(turn.prompt)
+        self.conversation.cut(self.conversation.turns.index(turn))
+        self._keeper.moved()
+
+    def fork(self, number: int | None) -> None:
+        turn = self.conversation.turn_at(number, "/fork")
+        self.conversation.cut(self.conversation.turns.index(turn) + 1)
+        self._keeper.moved()
+        self.say("the next question goes on from here; the other branch is kept (/branch)")
+
+    def branch(self, number: int | None) -> None:
+        self.conversation.go_to(self.conversation.branch_at(number))
+        self._keeper.moved()
+        self._say_chat()
+
+    def load(self, word: str) -> None:
+        if not word:
+            if self._answerer is None:
+                self.restart_engine()
+            else:
+                self.list_chats("")
+            return
+        chat = self._keeper.open(self._keeper.store.find(word))
+        if chat.num_damaged:
+            self.say(f"{chat.num_damaged} lines of this chat could not be read and are left out")
+        self._say_chat()
+        self._say_problem()
+
+    def list_chats(self, words: str) -> None:
+        entries = self._keeper.store.entries(words)
+        now = time.time()
+        lines = [entry.line(number, now) for number, entry in enumerate(entries[:MOST_SHOWN], 1)]
+        more = [f"... {len(entries) - MOST_SHOWN} more; /chats WORDS searches"] if len(entries) > MOST_SHOWN else []
+        known = "/load N goes on with one" if not words else "/load ID goes on with one"
+        if words:
+            lines = [f"{entry.id}  {line[5:]}" for entry, line in zip(entries, lines, strict=False)]
+        self.say("\n".join([*lines, *more, known]) if lines else "no kept chat" + (" holds that" if words else ""))
+
+    def keep_chats(self, kept: bool) -> None:
+        self._keeper.set_on(kept)
+        self._reader.history.is_kept = kept
+
+    def sampling_changed(self, before: SamplingParams) -> str:
+        return ""
+
+    def think_changed(self) -> str:
+        return ""
+
+    def _say_chat(self) -> None:
+        """The present line of the chat, as it would have been printed."""
+        for turn in self.conversation.turns:
+            self._write(f"{self._dim[0]}>>> {visible(turn.prompt, self._config.ascii)}{self._dim[1]}\n")
+            if turn.answer.text:
+                self.say(turn.answer.text)
+
+    def _say_problem(self) -> None:
+        problem, self._keeper.problem = self._keeper.problem, None
+        if problem:
+            self._loading.note(problem)
 
     def copy(self, text: str) -> None:
         if not self._is_terminal:
@@ -300,71 +376,3 @@ class _AnswerPrinter:
     def close(self) -> None:
         held = self._filter.flush() if self._filter else ""
         self._write(f"{held}{self._end_thinking()}\n")
-
-
-class LineReader:
-    """Reads one input at a time, of one or more lines, with the terminal's line editing where there is one."""
-
-    def __init__(self) -> None:
-        self.is_interactive = sys.stdin.isatty() and sys.stdout.isatty()
-        self.history = History(user_paths().history if self.is_interactive else None)
-        self._readline = None
-        if self.is_interactive:
-            import readline
-
-            self._readline = readline
-            for entry in self.history.entries:
-                readline.add_history(entry.replace("\n", " "))
-            readline.set_auto_history(True)
-            readline.set_completer_delims(" ")
-            readline.set_completer(_complete)
-            readline.parse_and_bind("tab: complete")
-            readline.parse_and_bind("set enable-bracketed-paste on")
-
-    def prefill(self, text: str) -> None:
-        """Put ``text`` into the next line to edit it."""
-        readline = self._readline
-        if readline is None:
-            raise UsageError("/edit needs a terminal; send the changed question instead")
-
-        def insert() -> None:
-            readline.insert_text(text.replace("\n", " "))
-            readline.set_startup_hook(None)
-
-        readline.set_startup_hook(insert)
-
-    def read(self) -> str | None:
-        """The next input, or None at the end."""
-        line = self._line(">>> ")
-        if line is None:
-            return None
-        if line.lstrip().startswith('"""'):
-            return self._block(line.lstrip()[3:])
-        lines = []
-        while line is not None and line.endswith("\\"):
-            lines.append(line[:-1])
-            line = self._line("... ")
-        lines.append(line or "")
-        return "\n".join(lines)
-
-    def _block(self, first: str) -> str | None:
-        lines: list[str] = []
-        line: str | None = first
-        while line is not None:
-            if line.rstrip().endswith('"""'):
-                lines.append(line.rstrip()[:-3])
-                break
-            lines.append(line)
-            line = self._line("... ")
-        return "\n".join(lines).strip("\n")
-
-    def _line(self, prompt: str) -> str | None:
-        try:
-            return input(prompt if self.is_interactive else "")
-        except EOFError:
-            return None
-
-
-def _complete(text: str, state: int) -> str | None:
-    found = completions(text) if text.startswith("/") else []
-    return found[state] if state < len(found) else None

@@ -132,6 +132,21 @@ class ScriptedEngine:
             self._out.append((time.monotonic(), event))
             self._wake.notify_all()
 
+    def change(self, request_id: str, sampling: dict[str, Any] | None = None, think: bool | None = None) -> None:
+        with self._wake:
+            running = self._running
+            if running is None or running.request.id != request_id:
+                return
+            before, changes = running.request.sampling, {}
+            for name, value in (sampling or {}).items():
+                changes[name] = {"from": getattr(before, name), "to": value}
+            if think is not None:
+                changes["think"] = {"from": not think, "to": think}
+            running.request = running.request.with_sampling(**(sampling or {}))
+            event = {"event": "setting_change", "id": request_id, "changes": changes, "t_ns": time.monotonic_ns()}
+            self._out.append((time.monotonic(), event))
+            self._wake.notify_all()
+
     def cancel(self, request_id: str) -> None:
         with self._wake:
             if self._running is not None and self._running.request.id == request_id:

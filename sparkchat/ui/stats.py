@@ -9,9 +9,15 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
+from sparkchat.ui.running_calibration import CalibrationNumbers, RunningCalibration
+
 STRIP_STEPS = 120
 _WINDOW_NS = 1_000_000_000
 _MIN_WINDOW_NS = 100_000_000
+_COUNTED = (
+    *("steps", "proposed", "verified", "accepted", "committed", "tokens"),
+    *("rows_reclaimed", "bytes_reclaimed"),
+)
 
 
 @dataclass(frozen=True)
@@ -21,6 +27,12 @@ class StepMark:
     verify_len: int
     accepted: int
     mode: str
+    num_drafts: int = 0
+
+    @property
+    def is_whole(self) -> bool:
+        """A block was drafted for compact, and all of it was verified."""
+        return self.mode == "compact" and 0 < self.num_drafts == self.verify_len
 
 
 @dataclass(frozen=True)
@@ -45,6 +57,12 @@ class Snapshot:
     strip: tuple[StepMark, ...] = ()
     mean_step_ms: float | None = None
     mean_predicted_ms: float | None = None
+    idle_share: float | None = None
+    """Of the last second: the part in which no step ran; where steps have ``gpu_ms``, in which the GPU was idle."""
+    rows_reclaimed: int = 0
+    """Rows of the answer so far that compact spared."""
+    bytes_reclaimed: int = 0
+    calibration: CalibrationNumbers | None = None
 
     @property
     def mean_acceptance_length(self) -> float | None:
@@ -60,14 +78,16 @@ class AnswerStats:
 
     def __init__(self) -> None:
         self._strip: deque[StepMark] = deque(maxlen=STRIP_STEPS)
-        self._recent: deque[tuple[int, int]] = deque()
+        self._recent: deque[tuple[int, int, float | None]] = deque()
+        """(time in ns, tokens, milliseconds that the step was at work)"""
         self._first_ns: int | None = None
         self._last_ns: int | None = None
-        self._counts = dict.fromkeys(("steps", "proposed", "verified", "accepted", "committed", "tokens"), 0)
+        self._counts = dict.fromkeys(_COUNTED, 0)
         self._step: dict[str, Any] | None = None
         self._step_ms = _Mean()
         self._predicted_ms = _Mean()
         self._reported: float | None = None
+        self._calibration = RunningCalibration()
 
     def add_tokens(self, count: int) -> None:
         self._counts["tokens"] += count
@@ -82,20 +102,25 @@ class AnswerStats:
         counts["verified"] += verify_len
         counts["accepted"] += accepted
         counts["committed"] += committed
-        self._strip.append(StepMark(verify_len, accepted, str(step.get("mode") or "")))
+        num_drafts = len(step.get("draft_ids") or ())
+        self._strip.append(StepMark(verify_len, accepted, str(step.get("mode") or ""), num_drafts))
         self._step = step
         self._step_ms.add(step.get("step_ms"))
         self._predicted_ms.add(step.get("predicted_step_ms"))
         self._reported = step.get("tokens_per_second")
-        self._clock(step.get("t_ns"), committed)
+        counts["rows_reclaimed"] += int(step.get("rows_reclaimed") or 0)
+        counts["bytes_reclaimed"] += int(step.get("bytes_reclaimed") or 0)
+        self._calibration.add(step)
+        busy = step.get("gpu_ms")
+        self._clock(step.get("t_ns"), committed, step.get("step_ms") if busy is None else busy)
 
-    def _clock(self, t_ns: int | None, committed: int) -> None:
+    def _clock(self, t_ns: int | None, committed: int, busy_ms: float | None) -> None:
         if t_ns is None:
             return
         if self._first_ns is None:
             self._first_ns = t_ns
         self._last_ns = t_ns
-        self._recent.append((t_ns, committed))
+        self._recent.append((t_ns, committed, busy_ms))
         while len(self._recent) > 2 and self._recent[0][0] < t_ns - _WINDOW_NS:
             self._recent.popleft()
 
@@ -104,8 +129,17 @@ class AnswerStats:
             return None
         elapsed = self._recent[-1][0] - self._recent[0][0]
         # The first entry only marks where the window begins: its tokens came before it.
-        tokens = sum(count for _, count in self._recent) - self._recent[0][1]
+        tokens = sum(count for _, count, _ in self._recent) - self._recent[0][1]
         return tokens * 1e9 / elapsed if elapsed >= _MIN_WINDOW_NS else None
+
+    def _idle_share(self) -> float | None:
+        """What the steps of the window leave over of the time between their ends."""
+        steps = list(self._recent)[1:]
+        busy = [ms for _, _, ms in steps if ms is not None]
+        elapsed = self._recent[-1][0] - self._recent[0][0] if steps else 0
+        if elapsed < _MIN_WINDOW_NS or len(busy) != len(steps):
+            return None
+        return min(max(1.0 - sum(busy) * 1e6 / elapsed, 0.0), 1.0)
 
     def _rate_average(self) -> float | None:
         if self._reported is not None:
@@ -130,6 +164,10 @@ class AnswerStats:
             strip=tuple(self._strip),
             mean_step_ms=self._step_ms.value,
             mean_predicted_ms=self._predicted_ms.value,
+            idle_share=self._idle_share(),
+            rows_reclaimed=counts["rows_reclaimed"],
+            bytes_reclaimed=counts["bytes_reclaimed"],
+            calibration=self._calibration.numbers,
         )
 
 

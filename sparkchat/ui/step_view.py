@@ -10,7 +10,7 @@ from typing import Any
 
 from sparkchat.ui.glyphs import Glyphs
 from sparkchat.ui.safe_text import fit, one_line, text_width
-from sparkchat.ui.stats import Snapshot, StepMark, number
+from sparkchat.ui.stats import Snapshot, StepMark
 
 Run = tuple[str, str]
 """(text, style name); the names are those of the panel's styles."""
@@ -160,51 +160,3 @@ def _sparkline(values: Sequence[int], top: int, glyphs: Glyphs) -> str:
     if glyphs.bullet.isascii():
         return "".join(str(min(value, 9)) for value in values)
     return "".join(_EIGHTHS[round(min(value, top) * 8 / top)] for value in values)
-
-
-def number_rows(snapshot: Snapshot, width: int, glyphs: Glyphs) -> list[Row]:
-    """The means of the answer so far; a dash is "not measured"."""
-    step = snapshot.step or {}
-    lost = _lost_text(step)
-    lines = [
-        f"{number(snapshot.tokens_per_second_now)} tok/s now  {number(snapshot.tokens_per_second)} mean",
-        f"acceptance length {number(snapshot.mean_acceptance_length, 2)}",
-        f"accepted {snapshot.num_accepted} of {snapshot.num_verified} verified",
-        f"step {number(step.get('step_ms'))} ms  predicted {number(step.get('predicted_step_ms'))}",
-        f"mean {number(snapshot.mean_step_ms)} ms  predicted {number(snapshot.mean_predicted_ms)}",
-        f"rows {step.get('rows', '-')}  spared {step.get('rows_reclaimed', '-')}  lost {lost}",
-    ]
-    return [[(fit(line, width, glyphs.ellipsis), "text")] for line in lines]
-
-
-def _lost_text(step: dict[str, Any]) -> str:
-    # Only a mode that verifies the whole block can know what the cut cost.
-    return "-" if step.get("cap_trim") is None else str(step["cap_trim"])
-
-
-def panel_rows(snapshot: Snapshot, width: int, height: int, glyphs: Glyphs) -> list[Row]:
-    """The whole panel: side by side when it is wide, one above the other when it is tall."""
-    if snapshot.step is None:
-        return step_rows(snapshot, width, height, glyphs)
-    if width >= 70:
-        left_width = min(width // 2, 48)
-        right_width = width - left_width - 2
-        left = step_rows(snapshot, left_width, height, glyphs)
-        numbers = number_rows(snapshot, right_width, glyphs)
-        strip = strip_rows(snapshot.strip, right_width, max(height - len(numbers), min(3, height - 3)), glyphs)
-        right = [*strip, *numbers][:height]
-        return [_beside(left, right, row, left_width) for row in range(max(len(left), len(right)))]
-    if height < 12:
-        return [*number_rows(snapshot, width, glyphs)[:1], *step_rows(snapshot, width, height - 1, glyphs)][:height]
-    numbers = number_rows(snapshot, width, glyphs)
-    step = step_rows(snapshot, width, height - len(numbers) - 2, glyphs)
-    free = height - len(numbers) - len(step) - 2
-    strip = strip_rows(snapshot.strip, width, min(free, 9), glyphs)
-    return [*step, [], *strip, *([[]] if strip else []), *numbers][:height]
-
-
-def _beside(left: list[Row], right: list[Row], row: int, left_width: int) -> Row:
-    first = left[row] if row < len(left) else []
-    second = right[row] if row < len(right) else []
-    used = sum(text_width(text) for text, _ in first)
-    return [*first, (" " * (left_width - used + 2), "text"), *second]

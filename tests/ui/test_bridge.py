@@ -75,7 +75,7 @@ def test_text_arrives_whole_and_in_few_updates() -> None:
 def test_origins_follow_the_drafts_of_the_step() -> None:
     receiver = play("prose", ScriptedOptions(tokens_per_second=3000, accuracy=0.9), tokens=200)
     runs = [run for b in receiver.batches for i in b.items if isinstance(i, TextUpdate) for run in i.runs]
-    assert {run.origin for run in runs} == {"prefill", "draft", "bonus"}
+    assert {run.origin for run in runs} == {"prefill", "draft", "bonus", "corrected"}
     drafted = sum(len(run.text) for run in runs if run.origin == "draft")
     result = receiver.wait_for("end")["result"]
     share = result["speculation"]["num_accepted_draft_tokens"] / result["usage"]["completion_tokens"]

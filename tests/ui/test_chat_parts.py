@@ -79,7 +79,7 @@ def test_code_blocks_are_found_also_when_cut() -> None:
 
 
 def test_commands_complete_and_are_described() -> None:
-    assert completions("/re") == ["/regen"] and len(completions("/")) == len(COMMANDS)
+    assert completions("/reg") == ["/regen"] and len(completions("/")) == len(COMMANDS)
     assert all(command.help and command.usage.startswith("/") for command in COMMANDS)
 
 

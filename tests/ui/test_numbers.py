@@ -10,8 +10,13 @@ from sparkchat.ui.badge import badge_text
 from sparkchat.ui.glyphs import ASCII, UNICODE, Glyphs
 from sparkchat.ui.partial import PartialAnswer
 from sparkchat.ui.safe_text import text_width
+from sparkchat.ui.panel_view import number_lines, panel_rows, speed_up
 from sparkchat.ui.stats import AnswerStats, Snapshot, StepMark, finish_text, result_line
-from sparkchat.ui.step_view import bar, panel_rows, position_mark, step_rows, strip_rows
+from sparkchat.ui.step_view import bar, position_mark, step_rows, strip_rows
+
+
+TABLE = {"rows": [1, 2], "step_ms": [20.0, 22.0], "plain_ms": 18.0}
+INFO = {"drafter": "d", "reason_off": None, "cost_table": TABLE, "mode": "static"}
 
 
 def step(**changes: Any) -> dict[str, Any]:
@@ -93,12 +98,12 @@ def test_panel_never_leaves_its_room(size: tuple[int, int], glyphs: Glyphs) -> N
     for number in range(200):
         stats.add_step(step(i=number, draft_text=["你好\n", "\x1b[0m", "👨‍👩‍👧", "[/]", "x" * 50]))
     for shown in (stats.snapshot(), Snapshot(), snapshot(draft_ids=[], draft_text=[], verify_len=0, correct_drafts=0)):
-        rows = plain(panel_rows(shown, *size, glyphs))
+        rows = plain(panel_rows(shown, INFO, *size, glyphs))
         assert len(rows) <= size[1]
         assert all(text_width(row) <= size[0] for row in rows)
         assert not any("\x1b" in row or "\n" in row for row in rows)
     if glyphs is ASCII:
-        rows = plain(panel_rows(snapshot(), *size, glyphs))
+        rows = plain(panel_rows(snapshot(), INFO, *size, glyphs))
         assert all(row.isascii() for row in rows)
 
 
@@ -125,7 +130,7 @@ def test_nothing_measured_is_a_dash_not_a_zero() -> None:
     assert nothing.mean_acceptance_length is None and nothing.tokens_per_second is None
     line = result_line({"usage": {}, "speculation": {}, "timing": {}, "mode": "off", "finish_reason": "stop"})
     assert line == "- tokens · - tok/s · acceptance length - · off · complete"
-    lost = plain(panel_rows(snapshot(cap_trim=None), 38, 30, UNICODE))
+    lost = plain(panel_rows(snapshot(cap_trim=None), {}, 38, 30, UNICODE))
     assert any("lost -" in row for row in lost)
 
 
@@ -134,7 +139,9 @@ def test_finish_reason_in_words() -> None:
     assert "boom" in finish_text({"finish_reason": "error", "error": "boom"})
 
 
-INFO = {"drafter": "d", "reason_off": None, "cost_table": {"rows": [1]}, "mode": "static"}
+
+
+COMPACT = {"mode": "compact", "mode_requested": "compact"}
 
 
 @pytest.mark.parametrize(
@@ -150,12 +157,59 @@ INFO = {"drafter": "d", "reason_off": None, "cost_table": {"rows": [1]}, "mode":
         ({**INFO, "cost_table": None}, None, "compact", "no cost table, nothing is trimmed"),
         (INFO, None, "cap-accept", "capped"),
         (INFO, step(fallback="drafting does not pay"), "static", "drafting does not pay"),
+        ({**INFO, "heads": {"confidence": False}, "cost_table": None}, None, "compact", "no confidence head"),
+        ({**INFO, "heads": {"confidence": False}}, None, "static", None),
+        (INFO, step(simulated="chat"), "static", "acceptance is simulated (chat)"),
+        # The table was measured behind the newest step, which had none.
+        (INFO, step(**COMPACT, fallback="no step-cost table", predicted_step_ms=None), "compact", None),
+        (INFO, step(**COMPACT, fallback="confidence is not a number"), "compact", "confidence is not a number"),
         (INFO, step(mode="static", mode_requested="compact"), "compact", "asked for compact, running static"),
     ],
 )
 def test_badge_always_has_a_reason(info: dict, newest: dict | None, mode: str, words: str | None) -> None:
-    shown = badge_text(info, newest, mode)
+    shown = badge_text(info, Snapshot() if newest is None else snapshot(**newest), mode)
     assert (shown is None) if words is None else (words in (shown or ""))
+
+
+@pytest.mark.parametrize(("num_whole", "is_said"), [(32, True), (31, False)])
+def test_compact_that_trims_nothing_is_told_after_a_while(num_whole: int, is_said: bool) -> None:
+    stats = AnswerStats()
+    for number in range(40):
+        stats.add_step(step(**COMPACT, verify_len=5 if number >= 40 - num_whole else 3))
+    assert ("nothing was trimmed" in (badge_text(INFO, stats.snapshot(), "compact") or "")) is is_said
+
+
+def test_speed_up_is_against_the_plain_step_of_the_table() -> None:
+    assert speed_up(100.0, INFO) == pytest.approx(1.8)
+    assert speed_up(100.0, {"cost_table": {"rows": [1, 2], "step_ms": [20.0, 30.0]}}) == pytest.approx(2.0)
+    assert speed_up(100.0, {"cost_table": {"rows": [2], "step_ms": [20.0]}}) is None
+    assert speed_up(100.0, {}) is None and speed_up(None, INFO) is None
+
+
+def test_numbers_of_the_answer_so_far() -> None:
+    stats = AnswerStats()
+    for number in range(21):
+        changes = {"mode": "compact", "verify_len": 3, "cap_trim": None, "rows_reclaimed": 2, "bytes_reclaimed": 1500}
+        stats.add_step(step(t_ns=number * 25_000_000, step_ms=20.0, **changes))
+    shown = stats.snapshot()
+    assert shown.idle_share == pytest.approx(0.2)
+    assert (shown.rows_reclaimed, shown.bytes_reclaimed) == (42, 31_500)
+    # Three drafts of each step were judged: 0.9, 0.72 and 0.36 were said, two were reached.
+    assert shown.calibration is not None and shown.calibration.count == 63
+    assert shown.calibration.predicted == pytest.approx(0.66) and shown.calibration.reached == pytest.approx(2 / 3)
+    assert shown.calibration.error == pytest.approx((0.1 + 0.28 + 0.36) / 3)
+    text = "\n".join(number_lines(shown, {**INFO, "device": "cuda:0"}))
+    for words in ("speed-up 2.16x now", "GPU idle 20%", "spared in all 42 rows, 31.5 kB", "ECE 0.247", "lost -"):
+        assert words in text, text
+    assert "engine idle" in "\n".join(number_lines(shown, INFO))
+    assert "calibration -" in "\n".join(number_lines(Snapshot(), {}))
+
+
+def test_gpu_time_of_a_step_counts_where_it_is_measured() -> None:
+    stats = AnswerStats()
+    for number in range(11):
+        stats.add_step(step(t_ns=number * 20_000_000, step_ms=20.0, gpu_ms=5.0))
+    assert stats.snapshot().idle_share == pytest.approx(0.75)
 
 
 def test_partial_result_is_counted_from_the_events() -> None:

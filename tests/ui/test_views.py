@@ -129,8 +129,13 @@ async def test_comparing_runs_the_question_under_every_mode_with_one_seed(chat: 
         assert [request.mode for request in requests] == ["off", "static", "compact", "cap-accept"]
         assert {request.sampling.seed for request in requests} == {1} and {r.session for r in requests} == {None}
         assert all(request.messages == c.engine.requests[0].messages for request in requests)
-        for words in ("speed-up", "1.00x", "the reference", "the same"):
-            assert words in c.screen
+        await c.pilot.pause(0.1)
+        for words in ("off", "cap-accept", "1.00x", "text the reference", "text the same", "Fastest here"):
+            assert words in c.screen, words
+        assert c.screen.count("Hello there") == 4
+        await c.pilot.press("escape")
+        await c.pilot.pause(0.1)
+        assert "speed-up" in c.screen and c.app.prompt.has_focus
         assert len(c.app.chat.conversation.messages) == 2 and c.app.chat.conversation.mode == "static"
 
 
@@ -142,6 +147,8 @@ async def test_a_comparison_can_be_stopped(chat: Open) -> None:
         await c.until(lambda: "comparing off" in c.status)
         await c.pilot.press("escape")
         assert "comparison stopped" in c.said
+        await c.pilot.press("escape")
+        await c.pilot.pause(0.1)
         await c.say("hello")
         assert c.app.chat.conversation.turns[-1].answer.text
 

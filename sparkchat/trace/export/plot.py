@@ -50,7 +50,7 @@ def line_plot(title: str, x_label: str, y_label: str, series: Sequence[Series]) 
     if not drawn:
         return _empty(title)
     x_axis = Axis(x_label, min(xs), max(xs))
-    y_axis = Axis(y_label, 0.0, _round_up(max(ys)))
+    y_axis = _from_zero(y_label, max(ys))
     body = []
     for number, each in enumerate(drawn):
         path = " ".join(f"{_x(x_axis, x)},{_y(y_axis, y)}" for x, y in each.points)
@@ -83,11 +83,11 @@ def bar_plot(
     if not values or not categories:
         return _empty(title)
     x_axis = Axis(x_label, 0.0, float(len(categories)))
-    y_axis = Axis(y_label, 0.0, high if high is not None else _round_up(max(values)))
+    y_axis = _from_zero(y_label, max(values)) if high is None else Axis(y_label, 0.0, high)
     width, body = 0.8 / len(groups), []
     for number, group in enumerate(groups):
         for index, value in enumerate(group.values):
-            if value is None:
+            if not value:
                 continue
             left = _x(x_axis, index + 0.1 + number * width)
             right = _x(x_axis, index + 0.1 + (number + 1) * width)
@@ -202,14 +202,24 @@ def _text(text: str) -> str:
     return escape(one_line(text))
 
 
-def _round_up(value: float) -> float:
-    """The next 1, 2, 2.5 or 5 times a power of ten; 1 for what is no number to draw."""
-    if not value > 0 or not math.isfinite(value):
-        return 1.0
-    power = 10.0 ** math.floor(math.log10(value))
-    return next((step * power for step in (1.0, 2.0, 2.5, 5.0, 10.0) if step * power >= value * 0.999), 10.0 * power)
+def _from_zero(label: str, most: float) -> Axis:
+    """An axis from 0 that ends at a tick."""
+    if not most > 0 or not math.isfinite(most):
+        return Axis(label, 0.0, 1.0)
+    step = _tick_step(most)
+    return Axis(label, 0.0, step * math.ceil(most / step - 1e-9))
+
+
+def _tick_step(span: float) -> float:
+    """1, 2 or 5 times a power of ten, so that about five ticks lie in the span."""
+    power = 10.0 ** math.floor(math.log10(span / 5))
+    return next((factor * power for factor in (1.0, 2.0, 5.0) if factor * power >= span / 5.001), 10.0 * power)
 
 
 def _number_ticks(axis: Axis) -> list[tuple[float, str]]:
-    values = [axis.low + (axis.high - axis.low) * part / 4 for part in range(5)]
-    return [(value, f"{value:.4g}") for value in values]
+    span = axis.high - axis.low
+    if not span > 0:
+        return [(axis.low, f"{axis.low:.4g}")]
+    step = _tick_step(span)
+    first = math.ceil(axis.low / step - 1e-9)
+    return [(n * step, f"{n * step:.4g}") for n in range(first, first + 12) if n * step <= axis.high * (1 + 1e-9)]

@@ -18,10 +18,10 @@ from sparkchat.ui.widgets.step_panel import StepPanel
 class InspectorPanel(StepPanel):
     """Draws one recorded step."""
 
-    def __init__(self, glyphs: Glyphs, records: Sequence[StepRecord]) -> None:
+    def __init__(self, glyphs: Glyphs, records: Sequence[StepRecord], index: int | None) -> None:
         super().__init__(glyphs, id="inspector")
         self._records = records
-        self.index = max(len(records) - 1, 0)
+        self.index = max(len(records) - 1, 0) if index is None else index
 
     def move(self, by: int) -> None:
         self.index = min(max(self.index + by, 0), max(len(self._records) - 1, 0))
@@ -42,9 +42,11 @@ class InspectorScreen(ModalScreen[None]):
         Binding("end", "move(1000000)", "last step"),
     ]
 
-    def __init__(self, glyphs: Glyphs, records: Sequence[StepRecord]) -> None:
+    """``index`` is the step to begin with, the newest when it is None."""
+
+    def __init__(self, glyphs: Glyphs, records: Sequence[StepRecord], index: int | None = None) -> None:
         super().__init__()
-        self._panel = InspectorPanel(glyphs, records)
+        self._panel = InspectorPanel(glyphs, records, index)
 
     def compose(self) -> ComposeResult:
         yield self._panel

@@ -23,7 +23,7 @@ class Prompt(TextArea):
     """A text area that sends."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("shift+enter,alt+enter,ctrl+j", "newline", "newline", show=False, id="prompt.newline"),
+        Binding("shift+enter,alt+enter,ctrl+j", "newline", "new line", show=False, id="prompt.newline"),
         Binding("alt+b", "cursor_word_left", show=False),
         Binding("alt+f", "cursor_word_right", show=False),
     ]

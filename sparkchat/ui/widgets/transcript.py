@@ -11,6 +11,7 @@ from rich.style import Style
 from textual import events
 from textual.cache import LRUCache
 from textual.geometry import Region, Size
+from textual.message import Message
 from textual.scroll_view import ScrollView
 from textual.selection import Selection
 from textual.strip import Strip
@@ -31,7 +32,13 @@ _ATTRIBUTES = {
     "italic": Style(italic=True),
     "strike": Style(strike=True),
 }
-_ORIGIN_STYLES = {"draft": "token-draft", "bonus": "token-bonus", "plain": "token-plain", "prefill": "token-plain"}
+_ORIGIN_STYLES = {
+    "draft": "token-draft",
+    "bonus": "token-bonus",
+    "corrected": "token-corrected",
+    "plain": "token-plain",
+    "prefill": "token-plain",
+}
 
 
 class Transcript(ScrollView, can_focus=False):
@@ -42,13 +49,24 @@ class Transcript(ScrollView, can_focus=False):
         f"transcript--{name}"
         for name in (
             *("code", "heading", "quote", "frame", "bullet", "control", "user", "mark", "thinking", "notice", "error"),
-            *("footer", "comment", "string", "number", "keyword", "token-draft", "token-bonus", "token-plain"),
+            *("footer", "comment", "string", "number", "keyword"),
+            *("token-draft", "token-bonus", "token-corrected", "token-plain", "token-chosen"),
         )
     }
+
+    class Clicked(Message):
+        """The character at ``offset`` of a section was clicked; ``code`` is the block whose edge it is, if any."""
+
+        def __init__(self, section: Section, offset: int, code: str | None) -> None:
+            self.section = section
+            self.offset = offset
+            self.code = code
+            super().__init__()
 
     def __init__(self, glyphs: Glyphs, *, id: str | None = None) -> None:
         super().__init__(id=id)
         self.glyphs = glyphs
+        self._token: tuple[Section, int, int] | None = None
         self.sections: list[Section] = []
         self.rows: list[Row] = []
         self.is_following = True
@@ -68,6 +86,14 @@ class Transcript(ScrollView, can_focus=False):
         section.has_gap = gap and bool(self.sections)
         self.sections.append(section)
         return section
+
+    def put_back(self, sections: list[Section]) -> None:
+        """Show sections again that were made here before, below everything else."""
+        for section in sections:
+            if section.width != self._wrap_width:
+                section.rewrap(self._wrap_width)
+            section.num_shown = section.first_changed = 0
+            self.sections.append(section)
 
     def clear(self) -> None:
         self.sections.clear()
@@ -171,6 +197,52 @@ class Transcript(ScrollView, can_focus=False):
                 return row
         return None
 
+    def mark_token(self, token: tuple[Section, int, int] | None) -> None:
+        """Mark the characters start to end of a section, and bring them into view; None marks nothing."""
+        self._token = token
+        self._drawn.clear()
+        if token is not None:
+            y = self._row_of(token[0], token[1])
+            if y is not None and not self.scroll_offset.y <= y < self.scroll_offset.y + self.size.height:
+                self.scroll_to(y=y - self.size.height // 2, animate=False, immediate=True)
+        self.refresh()
+
+    def _row_of(self, section: Section, offset: int) -> int | None:
+        """The row that shows the character at ``offset``; None when none does."""
+        index = bisect_right(section.lines, offset, key=lambda line: line.start) - 1
+        if index < 0 or section.is_folded:
+            return None
+        line = section.lines[index]
+        found = 0
+        for number in range(len(line.row_starts)):
+            if line.source_offset(number, 0) > offset:
+                break
+            found = number
+        return line.first_row + found
+
+    # Mouse
+
+    def on_click(self, event: events.Click) -> None:
+        index = event.y + self.scroll_offset.y
+        row = self.rows[index] if 0 <= index < len(self.rows) else None
+        if row is None or self.text_selection is not None:
+            return
+        line, number = row
+        offset = line.source_offset(number, self._column(line, number, event.x))
+        code = line.section.code_at(line) if line.formatted.kind == "fence" else None
+        self.post_message(self.Clicked(line.section, offset, code))
+
+    @staticmethod
+    def _column(line: Line, number: int, cell: int) -> int:
+        """The character of a row that lies at a cell."""
+        text = "".join(piece.text for piece in (*line.margin(number), *line.row_pieces(number)))
+        used = 0
+        for column, character in enumerate(text):
+            used += text_width(character)
+            if used > cell:
+                return column
+        return len(text)
+
     # Drawing
 
     def notify_style_update(self) -> None:
@@ -223,16 +295,33 @@ class Transcript(ScrollView, can_focus=False):
                 yield piece.text, piece.style
 
     def _by_origin(self, line: Line, piece: Piece) -> Iterator[tuple[str, str]]:
+        for text, style, start in self._origin_runs(line, piece):
+            yield from self._with_token(line, text, style, start)
+
+    def _with_token(self, line: Line, text: str, style: str, start: int) -> Iterator[tuple[str, str]]:
+        """The part of a run that belongs to the chosen token, marked."""
+        token = self._token
+        if token is None or token[0] is not line.section:
+            yield text, style
+            return
+        low = min(max(token[1] - start, 0), len(text))
+        high = min(max(token[2] - start, low), len(text))
+        yield text[:low], style
+        yield text[low:high], f"{style} token-chosen"
+        yield text[high:], style
+
+    def _origin_runs(self, line: Line, piece: Piece) -> Iterator[tuple[str, str, int]]:
+        """(text, style, offset in the section) of the parts of a piece that one origin made."""
         if len(piece.text) != piece.end - piece.start:
             origin, _ = line.section.origin_at(line.start + piece.start)
-            yield piece.text, f"{piece.style} {_ORIGIN_STYLES.get(origin, '')}".strip()
+            yield piece.text, f"{piece.style} {_ORIGIN_STYLES.get(origin, '')}".strip(), line.start + piece.start
             return
         at = piece.start
         while at < piece.end:
             origin, end = line.section.origin_at(line.start + at)
             stop = max(at + 1, min(end - line.start, piece.end))
             text = piece.text[at - piece.start : stop - piece.start]
-            yield text, f"{piece.style} {_ORIGIN_STYLES.get(origin, '')}".strip()
+            yield text, f"{piece.style} {_ORIGIN_STYLES.get(origin, '')}".strip(), line.start + at
             at = stop
 
     @property
