@@ -21,7 +21,7 @@ Files = Annotated[list[Path], typer.Argument(metavar="FILE...", help="Traces tha
 
 def register(app: typer.Typer) -> None:
     group = typer.Typer(help="Read, check, compare, convert and play recorded sessions.", rich_markup_mode=None)
-    for command in (summary, verify, convert, replay):
+    for command in (summary, verify, diff, convert, replay):
         group.command(command.__name__)(command)
     app.add_typer(group, name="trace")
 
@@ -44,6 +44,20 @@ def verify(files: Files, json_: a.AsJson = False) -> None:
         raise DamagedFile(
             f"{len(bad)} of {len(checked)} traces fail their checks: {', '.join(bad)}; see the report above"
         )
+
+
+def diff(
+    first: Annotated[Path, typer.Argument(metavar="A", help="A trace that --trace has written.")],
+    second: Annotated[Path, typer.Argument(metavar="B", help="Another one.")],
+    json_: a.AsJson = False,
+    exit_code: Annotated[bool, typer.Option("--exit-code", help="Exit with 1 when tokens differ.")] = False,
+) -> int:
+    """Where the answers of A and B part, and how acceptance and speed changed from A to B."""
+    from sparkchat.trace.diff import diff as compare
+
+    found = compare(first, second)
+    _show([found], json_)
+    return 1 if exit_code and not found.is_same else 0
 
 
 def convert(
