@@ -32,6 +32,10 @@ def run(
     ] = None,
     json_: Annotated[bool, typer.Option("--json", help="One object at the end.")] = False,
     jsonl: Annotated[bool, typer.Option("--jsonl", help="Events as they happen.")] = False,
+    resume: Annotated[
+        str | None,
+        typer.Option("--resume", metavar="CHAT", help="Go on with a kept chat: last, or its id.", show_default=False),
+    ] = None,
     plain: Annotated[bool, typer.Option("--plain", help="A line REPL instead of the full screen.")] = False,
     color: Annotated[str, typer.Option("--color", metavar="WHEN", help="auto, always or never.")] = "auto",
     ascii_: Annotated[bool, typer.Option("--ascii", help="Draw with ASCII characters only.")] = False,
@@ -46,6 +50,7 @@ def run(
         output=_output(json_, jsonl),
         color=_color(color),
         ascii=ascii_,
+        resume=resume,
     )
     return _answer(config, ids if ids is not None else text, plain)
 
@@ -122,6 +127,8 @@ def _refuse_output(ctx: typer.Context, *, is_one_shot: bool) -> None:
         for name in ("raw", "system", "think"):
             if a.is_typed(ctx, name):
                 raise UsageError(f"--{name} has no place with --prompt-ids, which are the exact input; drop one")
+    if is_one_shot and params["resume"] is not None:
+        raise UsageError("--resume goes on with a chat, but a PROMPT asks for one answer; drop one of them")
     if not is_one_shot:
         for name, flag in _ONE_SHOT_ONLY.items():
             if params[name]:

@@ -19,6 +19,7 @@ from sparkchat.errors import SparkchatError
 from sparkchat.paths import user_paths
 from sparkchat.ui.bindings import CHAT_BINDINGS, key_help
 from sparkchat.ui.bridge import Batch, Bridge, Engine
+from sparkchat.ui.chats import ChatStore
 from sparkchat.ui.clipboard import copied_message, is_too_long, osc52
 from sparkchat.ui.commands import COMMANDS
 from sparkchat.ui.compare import Comparison
@@ -393,7 +394,12 @@ class SparkApp(App[int]):
 
 
 def run_tui(config: RunConfig, make_engine: Callable[[], Engine] | None = None) -> int:
-    """Open the full-screen chat; returns the exit code. The terminal is as it was found, whatever happens."""
+    """Open the full-screen chat; returns the exit code. The terminal is as it was found, whatever happens.
+
+    Raises UsageError when the chat to go on with is not there.
+    """
+    if config.resume is not None:
+        ChatStore(user_paths().sessions).find(config.resume)
     trace = TraceSink(config.argv)
     if config.trace_path is not None:
         trace.open(config.trace_path, config.trace_force)

@@ -11,9 +11,9 @@ RUN = """
 --mode --drafter --block-size --temperature --top-p --top-k --min-p --repetition-penalty --presence-penalty
 --frequency-penalty --logit-bias --min-tokens --max-tokens --stop --ignore-eos --seed --system --raw --prompt-ids
 --think --no-think --device --tp --dtype --context --graphs --no-graphs --offline --trace --force --json --jsonl
---plain --verbose --color --ascii
+--plain --resume --verbose --color --ascii --dummy-weights --simulate-acceptance
 """
-ONLY_RUN = {"--prompt-ids", "--json", "--jsonl", "--plain", "--color", "--ascii"}
+ONLY_RUN = {"--prompt-ids", "--json", "--jsonl", "--plain", "--resume", "--color", "--ascii"}
 OTHERS = {
     "list": {"--json"},
     "show": {"--resolved", "--json"},
