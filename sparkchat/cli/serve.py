@@ -12,7 +12,6 @@ import typer
 from sparkchat.cli import arguments as a
 from sparkchat.cli.output import note
 from sparkchat.cli.prepare import prepare
-from sparkchat.config import RunConfig
 from sparkchat.errors import UsageError
 
 KEY_VARIABLE = "SPARKCHAT_API_KEY"
@@ -64,7 +63,7 @@ def serve(
     from sparkchat.serve.server import ServeOptions, run_server
 
     config = prepare(ctx)
-    config = replace(config, spec=replace(config.spec, concurrency=concurrency), argv=_without_key(config))
+    config = replace(config, spec=replace(config.spec, concurrency=concurrency), argv=without_key(config.argv))
     return run_server(config, ServeOptions(host, port, key, max_waiting, grace), note)
 
 
@@ -91,10 +90,10 @@ def _is_own(host: str) -> bool:
         return False
 
 
-def _without_key(config: RunConfig) -> tuple[str, ...]:
+def without_key(argv: tuple[str, ...]) -> tuple[str, ...]:
     """The command line for the trace, which must not carry the key."""
     kept: list[str] = []
-    for word in config.argv:
+    for word in argv:
         if kept and kept[-1] == "--api-key":
             kept.append("(hidden)")
         elif word.startswith("--api-key="):

@@ -59,13 +59,13 @@ def server(pair: tuple[Path, Path], environment: dict[str, str], trace_file: Pat
 
 @pytest.fixture
 def start(pair: tuple[Path, Path], environment: dict[str, str]) -> Iterator[Callable[..., Served]]:
-    """``start(*options, variables={...})``: another server on the same pair; it may still be loading."""
+    """``start(*options, port=0, variables={...})``: another server on the same pair; it may still be loading."""
     opened: list[Served] = []
 
-    def launch(*options: str | Path, variables: dict[str, str] | None = None) -> Served:
+    def launch(*options: str | Path, port: int = 0, variables: dict[str, str] | None = None) -> Served:
         target, drafter = pair
         common = (target, "--drafter", drafter, "--temperature", "0", "--context", str(CONTEXT))
-        opened.append(Served(*common, *options, environment=environment | (variables or {})))
+        opened.append(Served(*common, *options, port=port, environment=environment | (variables or {})))
         return opened[-1]
 
     yield launch

@@ -24,8 +24,8 @@ PATIENCE = 60.0
 class Served:
     """``python -m sparkchat serve ARGS`` on a free port; reads its stderr line by line."""
 
-    def __init__(self, *args: str | Path, environment: dict[str, str] | None = None) -> None:
-        command = [sys.executable, "-m", "sparkchat", "serve", *map(str, args), "--port", "0"]
+    def __init__(self, *args: str | Path, port: int = 0, environment: dict[str, str] | None = None) -> None:
+        command = [sys.executable, "-m", "sparkchat", "serve", *map(str, args), "--port", str(port)]
         env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(environment or {})}
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env, text=True)
         self.lines: list[str] = []
@@ -174,3 +174,13 @@ def recorded(trace: Path, prefix: str = "") -> dict[str, list[Json]]:
         if line.get("turn") is not None and str(line["id"]).startswith(prefix):
             found.setdefault(line["id"], []).append(line)
     return found
+
+
+def dechunked(raw: bytes) -> str:
+    """The body of a chunked response."""
+    _, rest = raw.split(b"\r\n\r\n", 1)
+    body = b""
+    while rest:
+        size, rest = rest.split(b"\r\n", 1)
+        body, rest = body + rest[: int(size, 16)], rest[int(size, 16) + 2 :]
+    return body.decode()

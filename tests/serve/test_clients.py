@@ -73,6 +73,13 @@ def test_a_client_that_leaves_takes_its_request_along(
     assert server.text(max_tokens=30)["choices"][0]["text"] == HELLO
 
 
+def test_many_that_leave_in_a_row_leave_nothing_behind(server: Served) -> None:
+    for _ in range(25):
+        after_one_chunk(server).close()
+    assert idle_within(server, 5)
+    assert server.text(max_tokens=30)["choices"][0]["text"] == HELLO
+
+
 def test_clients_that_leave_while_they_wait_free_the_queue(server: Served) -> None:
     waiting = [server.begin(TEXT, ENDLESS) for _ in range(12)]
     server.wait_for(lambda: server.metric("vllm:num_requests_waiting") == 8)
@@ -99,7 +106,7 @@ def test_64_clients_at_once_receive_what_the_trace_records(start: Callable[..., 
     served = start("--concurrency", "8", "--trace", trace).ready()
 
     def ask(number: int) -> tuple[str, list[int], str]:
-        body = {"prompt": f"client {number}", "max_tokens": 5 + number % 30, "ignore_eos": True, "seed": number}
+        body = {"prompt": f"client {number}", "max_tokens": 5 + number % 12, "ignore_eos": True, "seed": number}
         if number % 3 == 0:
             body["temperature"] = 0.8
         if number % 2:
@@ -126,7 +133,7 @@ def test_64_clients_at_once_receive_what_the_trace_records(start: Callable[..., 
 
 
 def test_a_slow_reader_gets_everything_and_holds_up_nobody(server: Served) -> None:
-    asked = {"prompt": "x", "max_tokens": 600, "ignore_eos": True, "stream": True, "return_token_ids": True}
+    asked = {"prompt": "x", "max_tokens": 250, "ignore_eos": True, "stream": True, "return_token_ids": True}
     slow = socket.create_connection((server.host, server.port))
     slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     data = json.dumps(asked).encode()
@@ -140,6 +147,6 @@ def test_a_slow_reader_gets_everything_and_holds_up_nobody(server: Served) -> No
     response.begin()
     chunks = [json.loads(line[6:]) for line in response.read().split(b"\n\n") if line.startswith(b"data: {")]
     ids = [i for chunk in chunks for i in chunk["choices"][0].get("token_ids", ())]
-    assert len(ids) == 600
+    assert len(ids) == 250
     assert ids[: len(TAPE.ids[0])] == list(TAPE.ids[0])
     slow.close()

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import socket
 from typing import Any
 
 import pytest
 
 from serve.conftest import CONTEXT, HELLO
-from serve.served import Served, events
+from serve.served import Served
 
 Json = dict[str, Any]
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -191,31 +189,3 @@ def test_a_body_that_never_comes_holds_up_nobody(server: Served) -> None:
     lazy.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: 50\r\n\r\n{{".encode())
     check_alive(server)
     lazy.close()
-
-
-def test_an_error_in_mid_stream_is_an_event_before_the_end_marker(start: Any) -> None:
-    served = start("--context", "300").ready()
-    opened = served.begin(TEXT, {"prompt": "x", "max_tokens": 299, "ignore_eos": True, "stream": True, "mode": "off"})
-    first = opened.recv(65536)
-    assert b"200 OK" in first
-    os.kill(served.engine_pid, signal.SIGKILL)
-    raw = first
-    while b"[DONE]" not in raw:
-        part = opened.recv(65536)
-        assert part, raw
-        raw += part
-    body = _dechunked(raw)
-    *_, error, end = events(body)
-    assert end == "[DONE]"
-    assert isinstance(error, dict) and check_error(error)["type"] == "service_unavailable_error"
-    opened.close()
-
-
-def _dechunked(raw: bytes) -> str:
-    """The body of a chunked response."""
-    _, rest = raw.split(b"\r\n\r\n", 1)
-    body = b""
-    while rest:
-        size, rest = rest.split(b"\r\n", 1)
-        body, rest = body + rest[: int(size, 16)], rest[int(size, 16) + 2 :]
-    return body.decode()
