@@ -76,10 +76,13 @@ class CapturedStep:
             self.block.confidence[:count] = torch.logit(chance).float()
 
     @torch.inference_mode()
-    def verify(self, num_rows: int, draws: Draws) -> None:
-        """Plan, run ``num_rows`` packed rows through the target, accept, and commit for all seats that have some."""
+    def verify(self, num_rows: int, draws: Draws, shares: bool) -> None:
+        """Plan, run ``num_rows`` packed rows through the target, accept, and commit for all seats that have some.
+
+        ``shares``: some requests settle a budget between them by this step's confidences.
+        """
         count = min(num_rows, self.inputs.seats)
-        drafted, verify_lens, caps, starts = self._plan(count, num_rows)
+        drafted, verify_lens, caps, starts = self._plan(count, num_rows, shares)
         rows, owner, is_real, draft_rows = self._pack(count, num_rows, starts)
         hidden, features = self.pair.target.decode_rows(rows, self.pair.cache, self.pair.tap_layers)
         logits = self.pair.target.logits(hidden)
@@ -114,13 +117,14 @@ class CapturedStep:
             return best, None
         return torch.where(s.temperature[:count] < GREEDY_BELOW, best, sampling.draw(law, u)), law
 
-    def _plan(self, count: int, num_rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _plan(self, count: int, num_rows: int, shares: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Drafted, verified and most committed drafts [R], and where each request's rows begin [R+1]."""
         drafted, planned, kind, num_requests, budget = self.inputs.whole(count)
         limits = torch.minimum(drafted, (self.seats.remaining[:count] - 1).clamp(min=0))
-        survival = survival_of(self.block.confidence[:count], self.temperatures)
-        shared = allocate(survival, limits, planned == SHARED, budget)
-        planned = torch.where(planned == SHARED, shared, torch.minimum(planned, limits))
+        if shares:
+            survival = survival_of(self.block.confidence[:count], self.temperatures)
+            planned = torch.where(planned == SHARED, allocate(survival, limits, planned == SHARED, budget), planned)
+        planned = torch.minimum(planned, limits)
         verify_lens = torch.where(kind == COMPACT, planned, drafted)
         caps = torch.where(kind == CAP, planned, verify_lens)
         is_active = torch.arange(count, device=drafted.device) < num_requests

@@ -1,0 +1,275 @@
+"""Feeds captured steps and turns what they did into events, one step late.
+
+``step`` launches step t, then reads step t-1, whose copy has arrived while the device went on: the device never waits
+for the host. What the host knows when it launches is therefore two steps old, which is the age that lagged budgets are
+chosen by; everything that must be of this step (lengths, limits, the anchor) lies on the device.
+
+A request that ended in step t-1 has taken part in step t as well. That step wrote behind the end only, its outcome is
+dropped, and its seat goes to another in the order of the stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from sparkchat.engine import rng
+from sparkchat.engine.captured.graphs import Stages
+from sparkchat.engine.captured.laws import Draws
+from sparkchat.engine.captured.outcome import outcomes_of
+from sparkchat.engine.captured.ring import PinnedRing, RingSlot
+from sparkchat.engine.captured.seating import Seat, Seating
+from sparkchat.engine.captured.state import CAP, COMPACT, SHARED, STATIC
+from sparkchat.engine.captured.step import CapturedStep
+from sparkchat.engine.captured.tiers import request_tiers, round_up, row_tiers
+from sparkchat.engine.lagged_lengths import BatchBudgets, choose_budgets, lengths_of
+from sparkchat.engine.laws import DAMAGED_DRAFTER, DAMAGED_MODEL
+from sparkchat.engine.loop import observe
+from sparkchat.engine.pair import LoadedPair
+from sparkchat.engine.records import StepTimes, step_event
+from sparkchat.engine.request import RequestState
+from sparkchat.engine.step_plan import StepIntent, StepLengths, intend
+from sparkchat.params import Mode
+
+Event = dict[str, Any]
+_KINDS = {"off": STATIC, "static": STATIC, "compact": COMPACT, "cap-accept": CAP}
+
+
+@dataclass
+class InFlight:
+    """A step that was launched and not yet read."""
+
+    seats: list[Seat]
+    intents: list[StepIntent]
+    budgets: BatchBudgets
+    slot: RingSlot
+    key: str
+    before: RingSlot | None
+    """The step right before it on the device, when nothing lay between."""
+
+
+class CapturedDecoder:
+    """Decodes the requests that captured steps serve. One owner: the engine's own thread."""
+
+    def __init__(self, pair: LoadedPair, seats: int, step: CapturedStep, stages: Stages) -> None:
+        self._pair, self._step, self.stages = pair, step, stages
+        self._seating = Seating(pair, step)
+        self._ring = PinnedRing(step.inputs.device_words, step.records.device_rows)
+        self._rows, self._requests = row_tiers(step.width, seats), request_tiers(seats)
+        self._flying: InFlight | None = None
+        self._last: RingSlot | None = None
+
+    @torch.inference_mode()
+    def step(self, states: Sequence[RequestState], default: Mode) -> list[Event]:
+        """Launch a step for these requests, and return the events of the step before."""
+        flying, self._flying = self._flying, None
+        going_on = [state for state in states if not self._surely_ends(state, flying)]
+        if going_on:
+            self._flying = self._launch(going_on, default, flying)
+        return [] if flying is None else self._read(flying)
+
+    def drain(self) -> list[Event]:
+        """The events of the step in flight, with none launched behind it: its requests may then go elsewhere."""
+        flying, self._flying = self._flying, None
+        return [] if flying is None else self._read(flying)
+
+    def has_in_flight(self, state: RequestState) -> bool:
+        return self._flying is not None and any(seat.state is state for seat in self._flying.seats)
+
+    def interrupt(self) -> None:
+        """Something else ran on the device: the time since the last step is no idle time."""
+        self._last = None
+
+    @torch.inference_mode()
+    def warm(self, draws: Sequence[Draws], largest: int, progress: Any) -> None:
+        """Capture what the first requests will replay: up to ``largest`` rows, the largest first, so that all others
+        find room in the memory it took."""
+        tiers = [rows for rows in reversed(self._rows) if rows <= largest]
+        total = len(draws) * len(tiers)
+        for number, (kind, rows) in enumerate((k, r) for k in draws for r in tiers):
+            progress(number, total)
+            if self._step.width and rows == tiers[0]:
+                self._prepare_draft(self._requests[0], kind)
+            self._prepare_verify(rows, kind, False)
+        progress(total, total)
+
+    def time_stages(self, count: int, draft: bool, num_rows: int, draws: Draws, repeats: int) -> float:
+        """Median milliseconds of a step over empty caches: for the cost table."""
+        count, num_rows = round_up(count, self._requests), round_up(num_rows, self._rows)
+        if draft:
+            self._prepare_draft(count, draws)
+        self._prepare_verify(num_rows, draws, False)
+        self._hold_nobody()
+        times = []
+        for _ in range(repeats):
+            slot = self._ring.take()
+            slot.started.record()
+            if draft:
+                self._run_draft(count, draws)
+            self._run_verify(num_rows, draws, False)
+            slot.copied.record()
+            slot.copied.synchronize()
+            times.append(slot.started.elapsed_time(slot.copied))
+        self.interrupt()
+        return sorted(times)[len(times) // 2]
+
+    def _surely_ends(self, state: RequestState, flying: InFlight | None) -> bool:
+        """The step in flight delivers this request's last token, whatever else it does."""
+        return flying is not None and state.remaining <= 1 and any(seat.state is state for seat in flying.seats)
+
+    def _launch(self, states: Sequence[RequestState], default: Mode, flying: InFlight | None) -> InFlight:
+        seats = self._seating.seat(states)
+        intents = [intend(seat.state, default, self._pair) for seat in seats]
+        budgets = choose_budgets([s.state for s in seats], intents, [s.round for s in seats], self._pair)
+        draws, shares = _draws_of(states), budgets.shared is not None
+        num_rows = round_up(_most_rows(intents, budgets), self._rows)
+        drafting = max((i + 1 for i, intent in enumerate(intents) if intent.draft_len), default=0)
+        count = round_up(drafting, self._requests) if drafting else 0
+        if count:
+            self._prepare_draft(count, draws)
+        self._prepare_verify(num_rows, draws, shares)
+        slot = self._ring.take()
+        self._fill(slot, seats, intents, budgets, draws)
+        slot.started.record()
+        self._ring.upload(slot)
+        if count:
+            self._run_draft(count, draws)
+        slot.drafted.record()
+        self._run_verify(num_rows, draws, shares)
+        slot.verified.record()
+        self._ring.download(slot)
+        self._seating.launched(seats)
+        before, self._last = self._last, slot
+        key = f"{count} blocks, {num_rows} rows, {draws.value}"
+        return InFlight(seats, intents, budgets, slot, key, before if flying is not None else None)
+
+    def _prepare_draft(self, count: int, draws: Draws) -> None:
+        self._hold_nobody_if(("draft", count, draws), partial(self._step.draft, count, draws))
+
+    def _prepare_verify(self, num_rows: int, draws: Draws, shares: bool) -> None:
+        self._hold_nobody_if(("verify", num_rows, draws, shares), partial(self._step.verify, num_rows, draws, shares))
+
+    def _hold_nobody_if(self, key: tuple, stage: Any) -> None:
+        # A stage that is captured runs once before: on inputs that name no request, so that it changes none.
+        if not self.stages.is_ready(key):
+            self._hold_nobody()
+            self.stages.prepare(key, stage)
+            self.interrupt()
+
+    def _hold_nobody(self) -> None:
+        self._step.inputs.device_words.zero_()
+
+    def _run_draft(self, count: int, draws: Draws) -> None:
+        self.stages.run(("draft", count, draws), partial(self._step.draft, count, draws))
+
+    def _run_verify(self, num_rows: int, draws: Draws, shares: bool) -> None:
+        self.stages.run(("verify", num_rows, draws, shares), partial(self._step.verify, num_rows, draws, shares))
+
+    def _fill(
+        self,
+        slot: RingSlot,
+        seats: Sequence[Seat],
+        intents: Sequence[StepIntent],
+        budgets: BatchBudgets,
+        draws: Draws,
+    ) -> None:
+        """Write the step's numbers where they are uploaded from."""
+        inputs, words = self._step.inputs, slot.words.numpy()
+        s, g, count = inputs.seats, inputs.block, len(seats)
+        words[: inputs.num_whole] = 0.0
+        words[:count] = [intent.draft_len for intent in intents]
+        words[s : s + count] = [_planned(i, budgets) for i in range(count)]
+        words[2 * s : 2 * s + count] = [_KINDS[intent.mode] for intent in intents]
+        words[inputs.num_whole - 2] = count
+        words[inputs.num_whole - 1] = 0 if budgets.shared is None else budgets.shared.drafts
+        seeds, rounds = [seat.state.seed for seat in seats], [seat.round for seat in seats]
+        at = inputs.num_whole
+        for kind, width in ((rng.DRAFT, g), (rng.ACCEPT, g), (rng.NEXT, g + 1), (rng.SIMULATE, g)):
+            is_read = self._pair.simulated is not None if kind is rng.SIMULATE else draws is not Draws.GREEDY
+            if is_read or (kind is rng.ACCEPT and self._pair.simulated is not None):
+                numbers = rng.uniforms(seeds, rounds, 0, width, kind).numpy()
+                words[at : at + count * width] = np.reshape(numbers, -1)
+            at += s * width
+
+    def _read(self, flying: InFlight) -> list[Event]:
+        """Wait for a step's copy, and deliver what it committed."""
+        flying.slot.copied.synchronize()
+        times = _times_of(flying)
+        graph = {"replayed": self.stages.name == "graphs", "key": flying.key}
+        events: list[Event] = []
+        told: list[tuple[Seat, StepIntent, StepLengths, Any, int]] = []
+        outcomes = outcomes_of(self._step.records, flying.slot.records, [i.draft_len for i in flying.intents])
+        for index, (seat, intent, outcome) in enumerate(zip(flying.seats, flying.intents, outcomes, strict=True)):
+            state = seat.state
+            if state.is_finished:
+                continue
+            budget = flying.budgets.of(index)
+            planned = None if budget is None else outcome.verify_len
+            lengths = lengths_of(intent, planned, budget)
+            state.round = seat.read()
+            if not outcome.is_draft_sound and intent.draft_len:
+                state.finish("error", error=DAMAGED_DRAFTER)
+            elif outcome.damaged_from <= outcome.row.taken:
+                state.finish("error", error=DAMAGED_MODEL)
+            if state.is_finished:
+                continue
+            run = [*outcome.row.draft_ids[: outcome.row.taken], outcome.row.next_id]
+            origins = ["draft"] * outcome.row.taken + ["plain" if intent.draft_len == 0 else "bonus"]
+            committed = state.deliver(run, origins, events)
+            self._seating.committed(seat)
+            observe(self._pair, state, intent, lengths, state.is_reproducible or len(flying.seats) == 1)
+            told.append((seat, intent, lengths, outcome, committed))
+        for seat, intent, lengths, outcome, committed in told:
+            state = seat.state
+            alive = outcome.survival(self._pair.temperatures)
+            state.stale.keep(state.round - 1, alive)
+            events.append(step_event(self._pair, state, intent, lengths, outcome.row, alive, committed, times, graph))
+        return events
+
+
+def _draws_of(states: Sequence[RequestState]) -> Draws:
+    sampled = [s.sampling for s in states if not s.is_greedy]
+    if not sampled:
+        return Draws.GREEDY
+    is_filtered = any(p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0 for p in sampled)
+    return Draws.FILTERED if is_filtered else Draws.SAMPLED
+
+
+def _planned(index: int, budgets: BatchBudgets) -> int:
+    if index in budgets.own:
+        return budgets.own[index].drafts
+    return SHARED if index in budgets.sharing else 0
+
+
+def _most_rows(intents: Sequence[StepIntent], budgets: BatchBudgets) -> int:
+    """Rows that the device may come to need, whatever it decides."""
+    rows = len(intents)
+    for index, intent in enumerate(intents):
+        budget = budgets.own.get(index)
+        if index in budgets.sharing:
+            continue
+        is_compact = intent.mode == "compact" and budget is not None
+        rows += min(intent.draft_len, budget.drafts) if is_compact and budget is not None else intent.draft_len
+    if budgets.shared is not None:
+        caps = sum(intents[i].draft_len for i in budgets.sharing if intents[i].mode == "cap-accept")
+        compact = sum(intents[i].draft_len for i in budgets.sharing if intents[i].mode == "compact")
+        rows += caps + min(compact, budgets.shared.drafts)
+    return rows
+
+
+def _times_of(flying: InFlight) -> StepTimes:
+    slot, before = flying.slot, flying.before
+    laps = {
+        "draft_ms": slot.started.elapsed_time(slot.drafted),
+        "verify_ms": slot.drafted.elapsed_time(slot.verified),
+    }
+    total = laps["draft_ms"] + laps["verify_ms"]
+    if before is not None:
+        laps["gpu_idle_ms"] = max(0.0, before.verified.elapsed_time(slot.started))
+        total += laps["gpu_idle_ms"]
+    return StepTimes(laps, total)

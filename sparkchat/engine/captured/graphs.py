@@ -1,0 +1,78 @@
+"""Runs the stages of a captured step: as they are, or captured once per shape into CUDA graphs and replayed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Protocol
+
+import torch
+
+Stage = Callable[[], None]
+
+
+class Stages(Protocol):
+    """How a stage is run."""
+
+    name: str
+
+    def is_ready(self, key: Hashable) -> bool: ...
+
+    def prepare(self, key: Hashable, stage: Stage) -> None:
+        """Make ``stage`` ready to run under ``key``. It is run for that, so its static inputs must hold nobody."""
+        ...
+
+    def run(self, key: Hashable, stage: Stage) -> None: ...
+
+
+class EagerStages:
+    """Every stage is run anew: the code of a captured step without the capture, on any device."""
+
+    name = "eager"
+
+    def is_ready(self, key: Hashable) -> bool:
+        return True
+
+    def prepare(self, key: Hashable, stage: Stage) -> None:
+        pass
+
+    def run(self, key: Hashable, stage: Stage) -> None:
+        stage()
+
+
+class GraphStages:
+    """CUDA graphs by key, in one memory pool.
+
+    Replays follow each other on one stream, so that graphs may share the memory of their intermediate results; what one
+    stage hands to the next lies in static tensors outside of the pool.
+    """
+
+    name = "graphs"
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+        self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
+
+    @property
+    def num_graphs(self) -> int:
+        return len(self._graphs)
+
+    def is_ready(self, key: Hashable) -> bool:
+        return key in self._graphs
+
+    def prepare(self, key: Hashable, stage: Stage) -> None:
+        torch.cuda.synchronize(self._device)
+        # Run once outside: what libraries and kernels set up at their first call must not be captured.
+        side = torch.cuda.Stream(self._device)
+        side.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(side):
+            stage()
+        torch.cuda.current_stream(self._device).wait_stream(side)
+        torch.cuda.synchronize(self._device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            stage()
+        self._graphs[key] = graph
+
+    def run(self, key: Hashable, stage: Stage) -> None:
+        self._graphs[key].replay()
