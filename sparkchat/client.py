@@ -88,7 +88,7 @@ class EngineClient:
                 stderr=self._log,
                 pass_fds=(command_read, event_write),
                 start_new_session=True,
-                env=_child_environment(),
+                env=child_environment(),
             )
         except OSError as error:
             self.close()
@@ -110,6 +110,10 @@ class EngineClient:
     def change(self, request_id: str, sampling: dict[str, Any] | None = None, think: bool | None = None) -> None:
         """Other settings for a running answer, from its next step on."""
         self._send({"op": "change", "id": request_id, "sampling": sampling, "think": think})
+
+    def send(self, command: dict[str, Any]) -> None:
+        """Any other command of the engine's."""
+        self._send(command)
 
     def cancel(self, request_id: str) -> None:
         self._send({"op": "cancel", "id": request_id})
@@ -214,7 +218,8 @@ class EngineClient:
                     setattr(self, name, -1)
 
 
-def _child_environment() -> dict[str, str]:
+def child_environment() -> dict[str, str]:
+    """What a process of ours that imports torch is started with."""
     environment = dict(os.environ)
     root = str(Path(sparkchat.__file__).resolve().parent.parent)
     paths = [root, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]

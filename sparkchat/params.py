@@ -173,6 +173,8 @@ class LoadSpec:
     """A DeepSpec drafter folder."""
     device: str = "auto"
     """auto | cpu | cuda | cuda:N"""
+    tp: int = 1
+    """Devices of this machine that share the model, from ``device`` on."""
     dtype: str = "auto"
     """auto | float32 | bfloat16"""
     context: int | None = None
@@ -182,12 +184,14 @@ class LoadSpec:
     concurrency: int = 1
     cost_table: CostTable | None = None
     temperatures: tuple[float, ...] | None = None
-    """One per draft position; None means 1.0 everywhere."""
+    """One per draft position, whatever was fitted on this machine; None takes what was fitted."""
+    shipped_temperatures: tuple[float, ...] | None = None
+    """Those of the shipped profile, for a machine that has fitted none; None means 1.0 everywhere."""
     chat_template: str | None = None
     """A jinja template that replaces the checkpoint's own."""
     threads: int | None = None
     cache_dir: str | None = None
-    """Where measured cost tables are kept; None keeps none."""
+    """Where measured cost tables and fitted temperatures are kept, each in a folder; None keeps none."""
     revision: str | None = None
     drafter_revision: str | None = None
     graphs: bool | None = None
@@ -212,6 +216,7 @@ class LoadSpec:
             data["cost_table"] = CostTable(
                 **{**table, "rows": tuple(table["rows"]), "step_ms": tuple(table["step_ms"])}
             )
-        if data.get("temperatures") is not None:
-            data["temperatures"] = tuple(data["temperatures"])
+        for name in ("temperatures", "shipped_temperatures"):
+            if data.get(name) is not None:
+                data[name] = tuple(data[name])
         return cls(**data)

@@ -29,6 +29,8 @@ class Paths:
     models: Path
     """Fetched model files, checked and complete; unfinished downloads lie under ``.parts`` in it."""
     cost_tables: Path
+    temperatures: Path
+    """Confidence temperatures fitted by ``sparkchat tune``."""
     hub_cache: Path
     """The Hugging Face cache, shared with every other program that uses it."""
     shipped_profiles: Path
@@ -59,6 +61,7 @@ def user_paths() -> Paths:
         cache=cache,
         models=cache / "models",
         cost_tables=cache / "cost_tables",
+        temperatures=cache / "temperatures",
         hub_cache=_hub_cache(),
         shipped_profiles=_shipped_profiles(),
         shipped_drafters=_PACKAGE / "drafters",

@@ -210,6 +210,15 @@ def _template_text(path: Path) -> str:
     return "\n".join(texts)
 
 
+def _temperatures(profile: Profile | None) -> dict[str, Any]:
+    """What the user's profile says wins over what was fitted here; what the shipped one says does not."""
+    setting = None if profile is None else profile.settings.get("speculation.temperatures")
+    if setting is None:
+        return {}
+    is_shipped = setting.source.startswith("shipped")
+    return {"shipped_temperatures" if is_shipped else "temperatures": setting.value}
+
+
 def build_config(
     options: Resolution, model: ModelRef, drafter: DrafterRef, files: tuple[Located, Located | None], paths: Paths
 ) -> RunConfig:
@@ -227,9 +236,9 @@ def build_config(
         mode=options["mode"],
         graphs=options["graphs"],
         cost_table=cost_table(options),
-        temperatures=None if profile is None else profile.get("speculation.temperatures"),
+        **_temperatures(profile),
         chat_template=None if profile is None else profile.get("model.chat_template"),
-        cache_dir=str(paths.cost_tables),
+        cache_dir=str(paths.cache),
         revision=found.revision,
         drafter_revision=None if found_drafter is None else found_drafter.revision,
     )

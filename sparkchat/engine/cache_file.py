@@ -22,6 +22,13 @@ def measurement_key(*, model: str, drafter: str | None, device: str, versions: M
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:24]
 
 
+def files_identity(path: str) -> str:
+    """Name, size and time of the weight files at ``path``: a changed file is measured again."""
+    root = Path(path)
+    files = [root] if root.is_file() else sorted(root.glob("*.safetensors"))
+    return " ".join(f"{f.name}:{f.stat().st_size}:{f.stat().st_mtime_ns}" for f in files)
+
+
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Write ``content`` so that readers see the old file or the whole new one, readable by the owner only (0600).
 

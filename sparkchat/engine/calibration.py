@@ -7,9 +7,10 @@ of a step, so they shift verify lengths and never the output law.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +23,8 @@ GRID: tuple[float, ...] = tuple(10.0 ** (i / 24) for i in range(-24, 25))
 """49 log-spaced temperatures from 0.1 to 10, 1.0 exactly among them."""
 SCHEMA = "sparkchat.temperatures/1"
 _CLAMP = 1e-8
+_NOISE = 0.1
+"""Of sqrt(bins / blocks), a quarter of what the ECE of perfect confidences comes to by chance."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,8 @@ def fit_temperatures(
     ``logits [N, g]`` raw confidence logits, ``accepted_len [N]`` leading drafts accepted when the whole block was
     verified, ``drafted_len [N]`` drafts that counted (less than g where the answer ended in the block; None: all g).
     For k = 1..g in turn, T_k is the grid value with the least ECE of the cumulative a_k, T_1..T_{k-1} staying as
-    chosen; 1.0 unless another is strictly better, and a position never drafted keeps 1.0.
+    chosen; 1.0 unless another is strictly better, and a position never drafted keeps 1.0. Among values whose ECE so few
+    blocks cannot tell from the least, the least Brier score decides: the ECE of a small sample is mostly noise.
     """
     width = logits.shape[1]
     drafted = torch.full_like(accepted_len, width) if drafted_len is None else drafted_len
@@ -87,13 +91,8 @@ def fit_temperatures(
     for k in range(width):
         counts = drafted > k
         labels = accepted_len[counts] > k
-        best, least = 1.0, _error(alive, logits[:, k], 1.0, counts, labels)
-        for temperature in sorted(grid, key=lambda t: abs(math.log(t))):
-            error = _error(alive, logits[:, k], temperature, counts, labels)
-            if error < least:
-                best, least = temperature, error
-        chosen.append(best)
-        alive = alive * torch.sigmoid(logits[:, k].double() / best)
+        chosen.append(_best(alive[counts], logits[counts, k], labels, grid) if bool(counts.any()) else 1.0)
+        alive = alive * torch.sigmoid(logits[:, k].double() / chosen[-1])
     return CalibrationFit(
         tuple(chosen),
         measure(survival(logits), accepted_len, drafted),
@@ -101,9 +100,16 @@ def fit_temperatures(
     )
 
 
-def _error(alive: Tensor, logits: Tensor, temperature: float, counts: Tensor, labels: Tensor) -> float:
-    predicted = alive * torch.sigmoid(logits.double() / temperature)
-    return ece(predicted[counts], labels) if bool(counts.any()) else 0.0
+def _best(alive: Tensor, logits: Tensor, labels: Tensor, grid: Sequence[float]) -> float:
+    """The grid value for one position; alive, logits, labels ``[N]``, N >= 1."""
+    by_nearness = [1.0, *sorted(grid, key=lambda t: abs(math.log(t)))]
+    predicted = [alive * torch.sigmoid(logits.double() / t) for t in by_nearness]
+    errors = [ece(p, labels) for p in predicted]
+    noise = _NOISE * math.sqrt(NUM_BINS / len(labels))
+    # Never worse than leaving the confidences alone.
+    enough = min(min(errors) + noise, errors[0])
+    scores = [brier(p, labels) if error <= enough else math.inf for p, error in zip(predicted, errors, strict=True)]
+    return by_nearness[scores.index(min(scores))]
 
 
 def measure(alive: Tensor, accepted_len: Tensor, drafted_len: Tensor) -> tuple[PositionMetrics, ...]:
@@ -150,10 +156,15 @@ def brier(predicted: Tensor, labels: Tensor) -> float:
     return float((predicted.double() - labels.double()).square().mean())
 
 
-def save_temperatures(folder: Path, key: str, temperatures: Sequence[float]) -> Path:
-    """Store fitted temperatures under ``cache_file.measurement_key``; returns the file. Raises SparkchatError."""
+def save_temperatures(
+    folder: Path, key: str, temperatures: Sequence[float], about: Mapping[str, Any] | None = None
+) -> Path:
+    """Store fitted temperatures under ``cache_file.measurement_key``; returns the file. Raises SparkchatError.
+
+    ``about`` says what they were fitted to; nothing reads it but people.
+    """
     path = _path(folder, key)
-    write_json(path, {"schema": SCHEMA, "temperatures": list(temperatures)})
+    write_json(path, {"schema": SCHEMA, "temperatures": list(temperatures), "about": dict(about or {})})
     return path
 
 

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from sparkchat import __version__
-from sparkchat.engine.cache_file import measurement_key
+from sparkchat.engine.cache_file import files_identity, measurement_key
 from sparkchat.engine.cost_table import CostLookup
-from sparkchat.engine.loading import device_name
+from sparkchat.engine.device import device_name
 from sparkchat.engine.loop import decode_step
 from sparkchat.engine.output import SilentOutput
 from sparkchat.engine.pair import LoadedPair
@@ -57,7 +57,9 @@ def measured_cost(spec: LoadSpec, pair: LoadedPair, progress: Progress) -> CostL
     progress(
         {"event": "loading", "stage": "cost_table", "message": "measuring step costs", "done": None, "total": None}
     )
-    lookup = CostLookup(measure(pair, spec.concurrency, spec.block_size or pair.block_size))
+    block = spec.block_size or pair.block_size
+    measured = measure(pair, spec.concurrency, block) if pair.measure_steps is None else pair.measure_steps()
+    lookup = CostLookup(measured)
     folder = _folder(spec)
     if folder is not None:
         try:
@@ -68,25 +70,20 @@ def measured_cost(spec: LoadSpec, pair: LoadedPair, progress: Progress) -> CostL
 
 
 def _folder(spec: LoadSpec) -> Path | None:
-    return None if spec.cache_dir is None else Path(spec.cache_dir) / "cost_tables"
+    # Dummy weights have no file that tells one model from another.
+    return None if spec.cache_dir is None or spec.dummy_weights else Path(spec.cache_dir) / "cost_tables"
 
 
 def _key(spec: LoadSpec, pair: LoadedPair) -> str:
     threads = f"x{torch.get_num_threads()} " if pair.device.type == "cpu" else ""
-    sizes = f"batch {spec.concurrency} block {spec.block_size or pair.block_size}"
+    form = "" if pair.measure_steps is None else "captured "
+    sizes = f"{form}batch {spec.concurrency} block {spec.block_size or pair.block_size}"
     return measurement_key(
-        model=_identity(spec.model_path),
-        drafter=None if spec.drafter_path is None else _identity(spec.drafter_path),
-        device=f"{device_name(pair.device)} {threads}{sizes} {pair.target.config.dtype_name}",
+        model=files_identity(spec.model_path),
+        drafter=None if spec.drafter_path is None else files_identity(spec.drafter_path),
+        device=f"{device_name(pair.device, pair.num_devices)} {threads}{sizes} {pair.target.config.dtype_name}",
         versions={"sparkchat": __version__, "torch": torch.__version__},
     )
-
-
-def _identity(path: str) -> str:
-    """Name, size and time of the weight files: a changed file is measured again."""
-    root = Path(path)
-    files = [root] if root.is_file() else sorted(root.glob("*.safetensors"))
-    return " ".join(f"{f.name}:{f.stat().st_size}:{f.stat().st_mtime_ns}" for f in files)
 
 
 @torch.inference_mode()

@@ -1,0 +1,72 @@
+"""Runs requests through an engine process and hands out their events; shared by ``tune`` and ``bench``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from sparkchat.client import EngineClient
+from sparkchat.errors import EngineCrash, error_from_name
+from sparkchat.params import GenerateRequest, LoadSpec
+
+Event = dict[str, Any]
+Note = Callable[[str], None]
+
+
+class EngineRun:
+    """A ready engine. Raises the engine's own errors, and EngineCrash when it dies."""
+
+    def __init__(self, client: EngineClient, info: dict[str, Any]) -> None:
+        self.info = info
+        self._client = client
+
+    def answer(self, requests: Sequence[GenerateRequest], take: Callable[[Event], None]) -> list[dict[str, Any]]:
+        """Send every request at once; events go to ``take``, results come back in the order of the requests."""
+        results: dict[str, dict[str, Any]] = {}
+        for request in requests:
+            self._client.generate(request)
+        while len(results) < len(requests):
+            for event in self._events():
+                take(event)
+                if event["event"] == "end":
+                    results[event["id"]] = event["result"]
+        return [results[request.id] for request in requests]
+
+    def ask(self, command: dict[str, Any], wanted: str, take: Callable[[Event], None]) -> Event:
+        """Send a command of the engine's and wait for the event that answers it."""
+        self._client.send(command)
+        while True:
+            for event in self._events():
+                take(event)
+                if event["event"] == wanted:
+                    return event
+
+    def _events(self) -> Iterator[Event]:
+        events = self._client.poll(None)
+        if not events and not self._client.is_running:
+            raise EngineCrash("the engine ended before every request was answered")
+        for event in events:
+            yield checked(event)
+
+
+@contextmanager
+def engine_run(spec: LoadSpec, note: Note) -> Iterator[EngineRun]:
+    """Start an engine, wait until it is ready, and stop it at the end."""
+    with EngineClient(spec) as client:
+        for event in client.events():
+            if checked(event)["event"] == "ready":
+                yield EngineRun(client, event["info"])
+                return
+            if event["event"] in ("loading", "notice"):
+                note(event["message"])
+    raise EngineCrash("the engine ended while it was loading")
+
+
+def checked(event: Event) -> Event:
+    """Raises what ends the engine."""
+    if event["event"] == "crashed":
+        raise EngineCrash(event["message"])
+    if event["event"] == "error":
+        raise error_from_name(event["error"], event["message"])
+    return event

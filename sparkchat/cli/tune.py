@@ -1,0 +1,172 @@
+"""``sparkchat tune``: what a step costs on this machine, and how far the drafter's confidence can be believed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from sparkchat.bench.blocks import Blocks, read_blocks
+from sparkchat.bench.chats import held_out_chats
+from sparkchat.bench.engine_runs import EngineRun, engine_run
+from sparkchat.cli import arguments as a
+from sparkchat.cli.output import as_json, data, note, table
+from sparkchat.cli.prepare import prepare
+from sparkchat.client import child_environment
+from sparkchat.config import RunConfig
+from sparkchat.errors import EngineCrash, UsageError, error_from_name
+from sparkchat.params import GenerateRequest
+
+_FIT = "from sparkchat.engine.fitting import main; main()"
+_NOTE_EVERY = 16
+
+
+def register(app: typer.Typer) -> None:
+    app.command()(tune)
+
+
+@a.with_options(a.LAWS | a.PAIR)
+def tune(
+    ctx: typer.Context,
+    model: a.Model = None,
+    cost: Annotated[bool, typer.Option("--cost", help="Measure the step-cost table only.")] = False,
+    sts: Annotated[bool, typer.Option("--sts", help="Fit the confidence temperatures only.")] = False,
+    files: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--from",
+            metavar="FILE",
+            help="Fit to traces of yours, or to a confidence-*.npz of train, instead of held-out chats; repeatable.",
+            show_default=False,
+        ),
+    ] = None,
+    prompts: Annotated[int, typer.Option("--prompts", metavar="N", help="Held-out chats to fit to.")] = 96,
+    tokens: Annotated[int, typer.Option("--tokens", metavar="N", help="Most tokens of each.")] = 160,
+    concurrency: Annotated[
+        int, typer.Option("--concurrency", metavar="N", help="Requests decoded together: the most the table covers.")
+    ] = 4,
+    json_: a.AsJson = False,
+) -> int:
+    """Measure step costs and fit confidence temperatures of MODEL on this machine; both are kept and used."""
+    for name, value in (("prompts", prompts), ("tokens", tokens), ("concurrency", concurrency)):
+        if value < 1:
+            raise UsageError(f"--{name} {value} is not possible; give a whole number of 1 or more")
+    if files and cost and not sts:
+        raise UsageError("--from says what to fit temperatures to, and --cost fits none; drop one of them")
+    config = prepare(ctx)
+    if config.spec.drafter_path is None:
+        raise UsageError(
+            f"{config.spec.name} has nothing to tune: {config.reason_off or 'it has no drafter'}; give --drafter PATH"
+        )
+    wants_sts, wants_cost = sts or not cost, cost or not sts
+    blocks = read_blocks(files) if files and wants_sts else None
+    config = replace(config, spec=replace(config.spec, mode="static", concurrency=concurrency))
+    report: dict[str, Any] = {"model": config.spec.name, "drafter": Path(config.spec.drafter_path or "").name}
+    if wants_cost or blocks is None:
+        with engine_run(config.spec, lambda text: None) as run:
+            if not run.info["heads"]["confidence"]:
+                raise UsageError(f"{report['drafter']} has no confidence head, so there is nothing to tune")
+            if wants_sts and blocks is None:
+                blocks = _collect(run, config, prompts, tokens)
+    if blocks is not None:
+        report["sts"] = _fit(blocks, config, files)
+    if json_:
+        as_json(report)
+    else:
+        _show(report)
+    return 0
+
+
+def _collect(run: EngineRun, config: RunConfig, prompts: int, tokens: int) -> Blocks:
+    """Answer held-out chats with whole blocks verified."""
+    sampling = replace(config.sampling, max_tokens=tokens, min_tokens=0, stop=(), seed=None)
+    chats = held_out_chats(prompts)
+    requests = [
+        GenerateRequest(id=f"chat-{n}", prompt=prompt, system=system, mode="static", sampling=sampling)
+        for n, (prompt, system) in enumerate(chats)
+    ]
+    number_of = {request.id: n for n, request in enumerate(requests)}
+    blocks, ended = Blocks(), 0
+
+    def take(event: dict[str, Any]) -> None:
+        nonlocal ended
+        if event["event"] == "step":
+            blocks.add_step(event, number_of[event["id"]])
+        elif event["event"] == "end":
+            ended += 1
+            if ended % _NOTE_EVERY == 0 or ended == prompts:
+                note(f"answered {ended} of {prompts} held-out chats, {len(blocks)} blocks verified")
+
+    results = run.answer(requests, take)
+    failed = next((result["error"] for result in results if result["finish_reason"] == "error"), None)
+    if failed is not None:
+        raise error_from_name("SparkchatError", failed)
+    return blocks
+
+
+def _fit(blocks: Blocks, config: RunConfig, files: Sequence[Path] | None) -> dict[str, Any]:
+    """Fit in a process of its own: this one never imports torch."""
+    s = config.sampling
+    about = {
+        "source": [file.name for file in files] if files else "held-out chats",
+        "temperature": s.temperature,
+        "top_p": s.top_p,
+        "top_k": s.top_k,
+        "min_p": s.min_p,
+        "repetition_penalty": s.repetition_penalty,
+    }
+    asked = {"blocks": blocks.to_json(), "spec": config.spec.to_json(), "about": about}
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", _FIT],
+        input=json.dumps(asked, allow_nan=False).encode(),
+        capture_output=True,
+        env=child_environment(),
+        check=False,
+    )
+    if done.returncode != 0:
+        last = done.stderr.decode("utf-8", "replace").strip().splitlines()[-1:] or ["no word of it"]
+        raise EngineCrash(f"the fit ended with code {done.returncode}: {last[0][:300]}")
+    answer = json.loads(done.stdout)
+    if "error" in answer:
+        raise error_from_name(answer["error"], answer["message"])
+    return {**about, **answer}
+
+
+def _show(report: dict[str, Any]) -> None:
+    if "sts" in report:
+        _show_sts(report["sts"])
+
+
+def _show_sts(sts: dict[str, Any]) -> None:
+    of = f"{sts['num_held_out']} held out" if sts["num_held_out"] else "measured on what it was fitted to: one answer"
+    data(f"Confidence of drafts 1..k all being accepted, {sts['num_blocks']} blocks ({of})")
+    rows = [
+        [
+            str(k),
+            str(before["num_samples"]),
+            f"{temperature:.3f}",
+            f"{_percent(before['ece'])} -> {_percent(after['ece'])}",
+            f"{_number(before['auc'])} -> {_number(after['auc'])}",
+        ]
+        for k, (temperature, before, after) in enumerate(
+            zip(sts["temperatures"], sts["before"], sts["after"], strict=True), start=1
+        )
+    ]
+    table(["k", "BLOCKS", "TEMPERATURE", "CALIBRATION ERROR", "AUC"], rows)
+    data("In a profile: [speculation] temperatures = [" + ", ".join(f"{t:.4g}" for t in sts["temperatures"]) + "]")
+    if sts["file"]:
+        data(f"kept in {sts['file']}")
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.1f} %"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"

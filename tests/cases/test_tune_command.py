@@ -1,0 +1,74 @@
+"""``sparkchat tune`` as a user meets it: real processes, a pair whose confidence is off by a known factor."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cases.harness import parse_strict, sparkchat
+from fixtures import bigram
+
+P = (0.2, 0.5, 0.3)
+Q = (0.45, 0.35, 0.2)
+OVERLAP = sum(map(min, P, Q))
+"""What share of the drafts is accepted at temperature 1."""
+CLAIMED = 3.0
+"""The drafter's confidence logit, whatever it drafts."""
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("tuned")
+    target = bigram.write_bigram(folder / "target", bigram.single_row(P))
+    law = torch.tensor(Q).log().expand(3, 3).clone()
+    drafter = bigram.BigramDrafter(kind=None, logits=law, confidence=lambda token: CLAIMED, block=3)
+    return target, bigram.write_bigram_drafter(folder / "drafter", bigram.single_row(P), drafter)
+
+
+def tuned(pair: tuple[Path, Path], *args: str) -> Any:
+    return sparkchat("tune", pair[0], "--drafter", pair[1], "--temperature", "1", "--sts", *args)
+
+
+def test_temperatures_are_fitted_kept_and_used(pair: tuple[Path, Path], own_folders: Path) -> None:
+    done = tuned(pair, "--prompts", "9", "--tokens", "100", "--json")
+    assert done.code == 0, done.err
+    sts = parse_strict(done.out)["sts"]
+    wanted = CLAIMED / math.log(OVERLAP / (1 - OVERLAP))  # sigmoid(CLAIMED / wanted) = OVERLAP
+    assert sts["temperatures"] == pytest.approx([wanted] * 3, rel=0.3)
+    assert len(sts["before"]) == len(sts["after"]) == 3
+    assert sts["before"][0]["ece"] == pytest.approx(1 / (1 + math.exp(-CLAIMED)) - OVERLAP, abs=0.06)
+    assert sts["after"][0]["ece"] < 0.06 < sts["before"][0]["ece"]
+    assert sts["after"][0]["auc"] == 0.5  # one confidence for all
+    kept = Path(sts["file"])
+    assert kept.parent == own_folders / "cache" / "sparkchat" / "temperatures"
+    assert kept.stat().st_mode & 0o777 == 0o600
+    trace = own_folders / "t.spark.jsonl"
+    options = ("--drafter", pair[1], "--temperature", "1", "--max-tokens", "90", "--ignore-eos", "--mode", "static")
+    assert sparkchat("run", pair[0], *options, "--trace", trace, "hello").code == 0
+    header = json.loads(trace.read_text().splitlines()[0])
+    assert (header["temperatures"], header["temperatures_source"]) == (sts["temperatures"], "fitted")
+    # The same can be fitted to that answer.
+    own = tuned(pair, "--from", str(trace))
+    assert own.code == 0, own.err
+    assert "CALIBRATION ERROR" in own.out
+    assert "[speculation] temperatures = [" in own.out
+    assert json.loads(kept.read_text())["about"]["source"] == ["t.spark.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "word"),
+    [
+        (("--prompts", "0"), 2, "--prompts 0"),
+        (("--from", "/nowhere.spark.jsonl"), 2, "not there"),
+        (("--drafter", "none"), 2, "nothing to tune"),
+    ],
+)
+def test_what_cannot_be_tuned_is_refused(pair: tuple[Path, Path], args: tuple[str, ...], code: int, word: str) -> None:
+    done = tuned(pair, *args)
+    assert (done.code, done.out, done.err.count("\n")) == (code, "", 1)
+    assert word in done.err
