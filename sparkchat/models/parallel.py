@@ -44,6 +44,9 @@ class Alone:
 
 ALONE = Alone()
 
+# torch 2.13 renamed it.
+_gather_whole = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 class ProcessGroup:
     """A group over the processes that torch.distributed was started with."""
@@ -75,5 +78,5 @@ class ProcessGroup:
         """[size, *x.shape]"""
         x = x.contiguous()
         parts = x.new_empty((self.size, *x.shape))
-        dist.all_gather_into_tensor(parts.view(-1, *x.shape[1:]), x)
+        _gather_whole(parts.flatten(0, 1) if x.dim() else parts, x)
         return parts

@@ -21,8 +21,8 @@ from sparkchat.models.kv_cache import SLOT_STEP, round_up
 
 SINK_SLOTS = SLOT_STEP
 SUM_SLOTS = 512
-"""Float32 attention on the CPU sums over keys in blocks of so many. A last block that is smaller may be summed in parts
-whose sizes depend on its own, so all are made whole: what is masked behind a row's keys then changes none of its bits."""
+"""Float32 attention on the CPU sums over keys in blocks of so many. A smaller last block may be summed in parts whose
+sizes depend on its own, so all are made whole: what is masked behind a row's keys then changes none of its bits."""
 _FIRST_ENTRIES = 64
 
 

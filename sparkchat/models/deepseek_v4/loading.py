@@ -8,7 +8,7 @@ import torch
 
 from sparkchat.environment import memory
 from sparkchat.errors import NotEnoughMemory, UsageError
-from sparkchat.models.deepseek_v4.config import DeepseekV4Config, parse_config
+from sparkchat.models.deepseek_v4.config import ARCHITECTURE, DeepseekV4Config, parse_config
 from sparkchat.models.deepseek_v4.drafter import DsparkDrafter
 from sparkchat.models.deepseek_v4.layout import Layout, trunk_layout
 from sparkchat.models.deepseek_v4.load_plan import packed_bytes, unpacked_bytes
@@ -16,7 +16,7 @@ from sparkchat.models.deepseek_v4.model import DeepseekV4
 from sparkchat.models.deepseek_v4.mtp import MtpDrafter
 from sparkchat.models.deepseek_v4.scope import Scope
 from sparkchat.models.deepseek_v4.weights import DRAFTER_PREFIX, CheckpointSource, drafter_layout
-from sparkchat.models.hf_config import ConfigFile, read_config
+from sparkchat.models.hf_config import ConfigFile, architecture_of, read_config
 from sparkchat.models.parallel import ALONE, Group
 from sparkchat.models.weights import read_json
 
@@ -91,6 +91,22 @@ def load_drafter(
     drafter = kind(scope, config, target)
     source.finish()
     return drafter
+
+
+def load_part(
+    folder: Path, drafter: Path | None, *, device: torch.device, dtype: torch.dtype | None, group: Group
+) -> tuple[DeepseekV4, DsparkDrafter | MtpDrafter | None]:
+    """A rank's part of the target in ``folder`` and of the drafter in ``drafter``.
+
+    Raises as ``load_trunk`` and ``load_drafter`` do, and UsageError for other architectures.
+    """
+    name = architecture_of(read_config(folder))
+    if name != ARCHITECTURE:
+        raise UsageError(f"{folder}: --tp {group.size} spreads {ARCHITECTURE} alone, and this is {name}; leave it out")
+    target = load_trunk(folder, device=device, dtype=dtype, group=group)
+    if drafter is None:
+        return target, None
+    return target, load_drafter(drafter, target, device=device, dtype=dtype)
 
 
 def _refuse_too_large(

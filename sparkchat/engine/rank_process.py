@@ -1,0 +1,143 @@
+"""The process of a rank other than 0: loads its part of the model, and makes the calls that rank 0 makes.
+
+It holds no request, no law and no random number: what is decided is decided by rank 0 alone.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparkchat.engine.ranks import join_group, out_of_memory
+from sparkchat.engine.worker import Channel
+from sparkchat.errors import SparkchatError
+from sparkchat.models.base import ForwardBatch
+from sparkchat.models.deepseek_v4.cache import StateCache
+from sparkchat.models.deepseek_v4.loading import load_part
+from sparkchat.models.parallel import ProcessGroup
+
+_GRACE_SECONDS = 10.0
+"""When one rank ends, collectives of all others fail: the first to be seen ending should be the one that did."""
+
+Command = dict[str, Any]
+
+
+class Follower:
+    """This rank's part of the model and of its caches."""
+
+    def __init__(self, group: ProcessGroup, device: torch.device, load: Command) -> None:
+        """``load``: the command that says what to load."""
+        self._group, self._device = group, device
+        if device.type == "cpu":
+            torch.set_num_threads(load["threads"])
+        model, drafter = (None if path is None else Path(path) for path in load["paths"])
+        assert model is not None
+        dtype = None if load["dtype"] is None else getattr(torch, load["dtype"])
+        self._target, self._drafter = load_part(model, drafter, device=device, dtype=dtype, group=group)
+        self._caches: dict[int, StateCache] = {}
+        self._states: dict[int, Any] = {}
+
+    def obey(self, command: Command) -> None:
+        """Carry out one command with the tensors that come with it."""
+        tensors = [
+            self._group.receive(shape, getattr(torch, dtype), self._device) for dtype, shape in command["tensors"]
+        ]
+        getattr(self, f"_{command['op']}")(command, *tensors)
+
+    def _new_cache(self, command: Command) -> None:
+        model = self._target if command["of"] == "target" else self._drafter
+        assert model is not None
+        self._caches[command["cache"]] = model.new_cache(*command["sizes"])
+
+    def _drop_caches(self, command: Command) -> None:
+        for number in command["caches"]:
+            del self._caches[number]
+
+    def _change_row(self, command: Command) -> None:
+        getattr(self._caches[command["cache"]], command["change"])(*command["args"])
+
+    def _forward(self, command: Command, token_ids: Tensor) -> None:
+        cache = self._caches[command["cache"]]
+        self._target.forward(_batch(command, token_ids, cache), cache, tuple(command["taps"]))
+
+    def _logits(self, command: Command, hidden: Tensor) -> None:
+        self._target.logits(hidden)
+
+    def _extend_context(self, command: Command, features: Tensor) -> None:
+        cache = self._caches[command["cache"]]
+        ids = torch.zeros(features.shape[0], dtype=torch.int64, device=self._device)
+        self._drafter.extend_context(features, _batch(command, ids, cache), cache)
+
+    def _backbone(self, command: Command, token_ids: Tensor) -> None:
+        cache = self._caches[command["cache"]]
+        self._states.clear()
+        self._drafter.backbone(_batch(command, token_ids, cache), cache)
+
+    def _base_logits(self, command: Command, hidden: Tensor) -> None:
+        self._drafter.base_logits(hidden)
+
+    def _initial_state(self, command: Command) -> None:
+        self._states[command["state"]] = self._drafter.initial_state(command["count"])
+
+    def _select_state(self, command: Command) -> None:
+        keep = torch.tensor(command["keep"], device=self._device)
+        self._states[command["state"]] = self._states[command["of"]][keep]
+
+    def _markov_step(self, command: Command, previous_ids: Tensor) -> None:
+        # No drafter of this family looks at the hidden rows here.
+        nothing = torch.empty((previous_ids.shape[0], 0), device=self._device)
+        _, state = self._drafter.markov_step(previous_ids, nothing, self._states[command["of"]])
+        self._states[command["state"]] = state
+
+    def _markov_rows(self, command: Command, columns: Tensor) -> None:
+        self._drafter.markov_rows(columns)
+
+
+def _batch(command: Command, token_ids: Tensor, cache: StateCache) -> ForwardBatch:
+    """The rows of every span begin where its cache row ends."""
+    rows, starts = tuple(command["cache_rows"]), tuple(command["row_starts"])
+    positions = [
+        torch.arange(cache.length(row), cache.length(row) + stop - start)
+        for row, start, stop in zip(rows, starts, starts[1:], strict=False)
+    ]
+    return ForwardBatch(token_ids, torch.cat(positions).to(token_ids.device), rows, starts)
+
+
+@torch.inference_mode()
+def _follow(channel: Channel) -> None:
+    join = channel.commands.get()
+    device = torch.device(join["device"])
+    group = join_group(Path(join["store"]), join["rank"], join["size"], device)
+    follower = Follower(group, device, channel.commands.get())
+    channel.send({"event": "loaded"})
+    while True:
+        follower.obey(channel.commands.get())
+
+
+def main() -> None:
+    """Entry of the process: ``argv`` holds the descriptors of the command and the event pipe. Never returns."""
+    channel = Channel(int(sys.argv[1]), int(sys.argv[2]))
+    try:
+        _follow(channel)
+    except SparkchatError as error:
+        _report(channel, error)
+    except (MemoryError, RuntimeError) as error:
+        traceback.print_exc()
+        sys.stderr.flush()
+        reason = out_of_memory(error, "the engine")
+        if reason is None:
+            time.sleep(_GRACE_SECONDS)
+            os._exit(1)
+        _report(channel, reason)
+    os._exit(0)
+
+
+def _report(channel: Channel, error: SparkchatError) -> None:
+    channel.send({"event": "error", "error": type(error).__name__, "message": error.message})

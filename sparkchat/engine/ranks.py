@@ -1,0 +1,241 @@
+"""The other ranks of a model that is spread over several devices of this machine: one process each, started here.
+
+Rank 0 is the engine. It alone plans, draws and accepts; it tells the others which call of the model to make, on a pipe
+to each, and they make it with their parts of the weights (rank_process.py). What a call works on travels by
+``torch.distributed``: gloo on the CPU, NCCL on GPUs. Why so: docs/decisions/0005-ranks-repeat-calls.md.
+
+A rank that ends takes the engine with it: a collective whose partner is gone cannot be left by other means.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import sparkchat
+from sparkchat.errors import EngineCrash, NotEnoughMemory, SparkchatError, UsageError, error_from_name
+from sparkchat.models.parallel import ProcessGroup
+from sparkchat.strict_json import dumps, loads
+
+_PROGRAM = "from sparkchat.engine.rank_process import main; main()"
+_CLOSE_SECONDS = 2.0
+_LOST_SECONDS = 5.0
+"""A failed collective is known before the end of its process is; how long to wait for the better reason."""
+_LOOPBACK = "lo"
+
+
+@dataclass(frozen=True)
+class Member:
+    """One of the other ranks."""
+
+    rank: int
+    process: subprocess.Popen[bytes]
+    commands: int
+    """Descriptor that its commands are written to."""
+    log: IO[bytes]
+
+
+class Team:
+    """Rank 0's end of the group."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        """``device``: rank 0's; the others take the GPUs behind it. Raises UsageError where there are too few."""
+        self.size, self.device = size, device
+        devices = rank_devices(size, device)
+        set_loopback()
+        self._folder = Path(tempfile.mkdtemp(prefix="sparkchat-ranks-"))
+        self._reports: queue.SimpleQueue[tuple[int, dict[str, Any] | None]] = queue.SimpleQueue()
+        self._is_loaded = self._is_closing = False
+        self._lost = threading.Event()
+        self._members = [self._start(rank) for rank in range(1, size)]
+        for member in self._members:
+            place = {"rank": member.rank, "size": size, "device": str(devices[member.rank])}
+            self._write(member, {"op": "join", "store": str(self._folder / "store"), **place})
+        self.group = join_group(self._folder / "store", 0, size, device)
+
+    def load(self, paths: Sequence[str | None], dtype: torch.dtype | None, threads: int) -> None:
+        """Have the other ranks load their parts of target and drafter; ``wait_until_loaded`` waits for them."""
+        name = None if dtype is None else str(dtype).removeprefix("torch.")
+        self.call("load", paths=list(paths), dtype=name, threads=threads)
+
+    def wait_until_loaded(self) -> None:
+        """Raises what a rank met while loading."""
+        waiting = set(range(1, self.size))
+        while waiting:
+            rank, report = self._reports.get()
+            if report is None or report["event"] == "error":
+                raise self._reason(rank, report)
+            waiting.discard(rank)
+        self._is_loaded = True
+
+    def call(self, op: str, *tensors: Tensor, **plain: Any) -> None:
+        """Have every other rank do this; rank 0 then does the same itself. ``tensors`` are those of rank 0."""
+        shapes = [[str(t.dtype).removeprefix("torch."), list(t.shape)] for t in tensors]
+        for member in self._members:
+            self._write(member, {"op": op, "tensors": shapes, **plain})
+        with self.partners():
+            self.group.send(tensors)
+
+    @contextmanager
+    def partners(self) -> Iterator[None]:
+        """Around what needs the other ranks: when one has gone, its end is what is told, not what came of it."""
+        try:
+            yield
+        except RuntimeError:
+            self._lost.wait(_LOST_SECONDS)
+            raise
+
+    def close(self) -> None:
+        """End the other ranks and leave the group."""
+        self._is_closing = True
+        for member in self._members:
+            os.close(member.commands)
+        deadline = time.monotonic() + _CLOSE_SECONDS
+        for member in self._members:
+            try:
+                member.process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                member.process.kill()
+                member.process.wait()
+            member.log.close()
+        self._members = []
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of ranks 1 and up."""
+        return [member.process.pid for member in self._members]
+
+    def _start(self, rank: int) -> Member:
+        command_read, command_write = os.pipe()
+        event_read, event_write = os.pipe()
+        log = tempfile.TemporaryFile()  # noqa: SIM115  (close() closes it)
+        try:
+            process = subprocess.Popen(
+                # -P keeps the current folder off the module path, as for the engine itself.
+                [sys.executable, "-P", "-c", _PROGRAM, str(command_read), str(event_write)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=(command_read, event_write),
+                env=_environment(),
+            )
+        except OSError as error:
+            raise EngineCrash(f"the process of rank {rank} cannot be started: {error}") from None
+        finally:
+            os.close(command_read)
+            os.close(event_write)
+        member = Member(rank, process, command_write, log)
+        threading.Thread(target=self._watch, args=(member, event_read), name=f"rank {rank}", daemon=True).start()
+        return member
+
+    def _watch(self, member: Member, events: int) -> None:
+        """Runs in a thread of its own: pass on what the rank reports, and end the engine when the rank ends."""
+        last: dict[str, Any] | None = None
+        with os.fdopen(events, "rb") as pipe:
+            for line in pipe:
+                last = loads(line)
+                self._reports.put((member.rank, last))
+        if self._is_closing:
+            return
+        if not self._is_loaded and last is not None and last["event"] == "error":
+            return  # the engine's thread raises it
+        member.process.wait()
+        reason = self._reason(member.rank, last if last is not None and last["event"] == "error" else None)
+        self._lost.set()
+        sys.stderr.write(f"{reason.message}\n")
+        sys.stderr.flush()
+        os._exit(EngineCrash.exit_code)
+
+    def _reason(self, rank: int, report: dict[str, Any] | None) -> SparkchatError:
+        who = f"rank {rank} of {self.size}"
+        if report is not None:
+            return error_from_name(report["error"], f"{who}: {report['message']}")
+        member = self._members[rank - 1]
+        return EngineCrash(f"{who} {_describe_end(member.process.wait(), _tail(member.log))}")
+
+    def _write(self, member: Member, command: dict[str, Any]) -> None:
+        data = memoryview(dumps(command).encode() + b"\n")
+        try:
+            while data:
+                data = data[os.write(member.commands, data) :]
+        except BrokenPipeError:
+            self._lost.wait(_LOST_SECONDS)
+            raise self._reason(member.rank, None) from None
+
+
+def rank_devices(size: int, first: torch.device) -> list[torch.device]:
+    """The device of every rank: the CPU for all, or GPUs side by side. Raises UsageError where there are too few."""
+    if first.type == "cpu":
+        return [first] * size
+    start, count = first.index or 0, torch.cuda.device_count()
+    if start + size > count:
+        raise UsageError(f"--tp {size} was asked for, but there are {count - start} GPUs from {first} on; give fewer")
+    return [torch.device("cuda", start + rank) for rank in range(size)]
+
+
+def join_group(store: Path, rank: int, size: int, device: torch.device) -> ProcessGroup:
+    """Meet the other ranks, through a file that they share."""
+    meeting = dist.FileStore(str(store), size)
+    if device.type == "cpu":
+        dist.init_process_group("gloo", store=meeting, rank=rank, world_size=size)
+    else:
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", store=meeting, rank=rank, world_size=size, device_id=device)
+    return ProcessGroup()
+
+
+def set_loopback() -> None:
+    """Ranks are of one machine: nothing of theirs may listen on an outward address. For this process and its children."""
+    if Path("/sys/class/net", _LOOPBACK).exists():
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", _LOOPBACK)
+    # Multicast needs rights that containers often lack, and gains nothing for messages as small as these.
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+
+
+def out_of_memory(error: Exception, what: str) -> NotEnoughMemory | None:
+    """The error to report where memory has run out; None for others. torch says so in the text alone."""
+    text = str(error)
+    if isinstance(error, MemoryError) or "out of memory" in text or "can't allocate memory" in text:
+        return NotEnoughMemory(f"{what} ran out of memory ({text[:160]}); try a smaller --context")
+    return None
+
+
+def _environment() -> dict[str, str]:
+    root = str(Path(sparkchat.__file__).resolve().parent.parent)
+    paths = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
+
+
+def _tail(log: IO[bytes]) -> str:
+    size = log.seek(0, os.SEEK_END)
+    log.seek(max(0, size - 4000))
+    lines = [line for line in log.read().decode("utf-8", "replace").splitlines() if line.strip()]
+    return lines[-1].strip()[:300] if lines else ""
+
+
+def _describe_end(code: int, last_words: str) -> str:
+    if code < 0:
+        what = f"was ended by {signal.Signals(-code).name}"
+    else:
+        what = f"ended with code {code}"
+    return f"{what}; its last words: {last_words}" if last_words else what
