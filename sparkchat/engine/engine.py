@@ -5,12 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from sparkchat.engine import loading
 from sparkchat.engine.admission import Admission
+from sparkchat.engine.captured.build import build_decoder, reason_against, request_reason, warm_up
+from sparkchat.engine.captured.costs import captured_costs
+from sparkchat.engine.captured.decoder import CapturedDecoder
 from sparkchat.engine.cost_probe import measured_cost, stored_cost
 from sparkchat.engine.live_settings import LiveSettings
 from sparkchat.engine.loop import decode_step
@@ -45,12 +49,13 @@ class Engine:
         self._scheduler = Scheduler(spec.concurrency, self._slots)
         self._admission = Admission(spec, self.pair, self.text)
         self._live = LiveSettings()
+        self._captured, graphs = self._capture()
         if self.pair.cost is None and self._plans("compact"):
             self.pair.cost = stored_cost(spec, self.pair, self._progress)
         if self._lacks_cost(self.mode):
             self.pair.cost = measured_cost(spec, self.pair, self._progress)
         self.load_ms = (time.perf_counter() - started) * 1e3
-        self.info = loading.describe(spec, self.pair, self.text, self.load_ms)
+        self.info = loading.describe(spec, self.pair, self.text, self.load_ms, graphs)
 
     @property
     def has_work(self) -> bool:
@@ -94,13 +99,50 @@ class Engine:
         filling = self._scheduler.filling
         if filling:
             events += prefill_step(self.pair, filling)
+            self._interrupt()
             events += self._retire()
         decoding = self._scheduler.decoding
         if decoding:
-            events += decode_step(self.pair, decoding, self.mode)
+            events += self._decode(decoding)
             self._live.settle()
             events += self._retire()
         return events
+
+    def _decode(self, states: list[RequestState]) -> list[Event]:
+        """One step: captured for the requests it serves, by the reference loop for the others, which say why."""
+        if self._captured is None:
+            return decode_step(self.pair, states, self.mode)
+        reasons = {id(state): request_reason(state) for state in states}
+        events: list[Event] = []
+        if any(reasons[id(s)] is not None and self._captured.has_in_flight(s) for s in states):
+            # Its settings changed while a captured step was under way: that step counts first.
+            events += self._captured.drain()
+            states = [state for state in states if not state.is_finished]
+        for reason in dict.fromkeys(r for r in map(reasons.get, map(id, states)) if r is not None):
+            group = [state for state in states if reasons[id(state)] == reason]
+            graph = {"replayed": False, "key": None, "reason": reason}
+            events += decode_step(self.pair, group, self.mode, graph=graph)
+            self._interrupt()
+        return events + self._captured.step([s for s in states if reasons[id(s)] is None], self.mode)
+
+    def _interrupt(self) -> None:
+        if self._captured is not None:
+            self._captured.interrupt()
+
+    def _capture(self) -> tuple[CapturedDecoder | None, bool | str]:
+        """The decoder of captured steps, or why there is none."""
+        if not loading.wants_capture(self.spec, self.pair.device):
+            return None, "--no-graphs was given" if self.pair.device.type == "cuda" else False
+        reason = reason_against(self.pair)
+        if reason is not None:
+            if self.spec.graphs:
+                raise UsageError(f"--graphs was given, but {reason}; leave it out")
+            return None, reason
+        block = self.spec.block_size or self.pair.block_size
+        decoder = build_decoder(self.pair, self.spec.concurrency, block)
+        warm_up(decoder, block + 1, self._progress)
+        self.pair.measure_steps = partial(captured_costs, decoder, self.spec.concurrency, block)
+        return decoder, decoder.stages.name == "graphs"
 
     def set_mode(self, mode: Mode) -> list[Event]:
         """The mode of every request that did not choose its own, from the next step on."""

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from sparkchat import __version__
+from sparkchat.engine.captured.build import BLOCKS_BEHIND, SPARE_ROWS
 from sparkchat.engine.cost_table import CostLookup
 from sparkchat.engine.pair import LoadedPair, draft_index_table
 from sparkchat.engine.prefill import CHUNK_ROWS
@@ -50,9 +51,10 @@ def load_pair(spec: LoadSpec, progress: Progress) -> tuple[LoadedPair, TextModel
     _say(progress, "tokenizer", "loading the tokenizer")
     text = TextModel.load(spec)
     max_block = 1 if drafter is None else drafter.config.block_size + 1
-    rows = spec.concurrency + 1
     # A block may be drafted over the context limit; what is behind it is never delivered.
-    room = context + max_block
+    rows, room = spec.concurrency + 1, context + max_block
+    if wants_capture(spec, device):
+        rows, room = rows + SPARE_ROWS, context + BLOCKS_BEHIND * max_block
     pair = LoadedPair(
         target=target,
         cache=target.new_cache(rows, room, max(CHUNK_ROWS, max_block)),
@@ -69,12 +71,18 @@ def load_pair(spec: LoadSpec, progress: Progress) -> tuple[LoadedPair, TextModel
         kv_bytes_per_token=target.config.kv_bytes_per_token,
         damaged_ids=target.embedding.damaged_ids(),
         simulated=_simulated(spec, drafter),
+        is_lagged=device.type == "cuda" or spec.graphs is True,
     )
     return pair, text
 
 
-def describe(spec: LoadSpec, pair: LoadedPair, text: TextModel, load_ms: float) -> dict[str, Any]:
-    """The INFO object of the ``ready`` event and of the trace header."""
+def describe(
+    spec: LoadSpec, pair: LoadedPair, text: TextModel, load_ms: float, graphs: bool | str = False
+) -> dict[str, Any]:
+    """The INFO object of the ``ready`` event and of the trace header.
+
+    ``graphs``: captured steps are in use, or why not.
+    """
     drafter = pair.drafter
     return {
         "model": spec.name,
@@ -100,7 +108,7 @@ def describe(spec: LoadSpec, pair: LoadedPair, text: TextModel, load_ms: float) 
             "confidence": drafter is not None and drafter.has_confidence,
         },
         "kernels": {"linear": pair.target.config.linear_kernel},
-        "graphs": False,
+        "graphs": graphs,
         "chat_template": text.template_source,
         "dummy_weights": spec.dummy_weights,
         "simulated": None if pair.simulated is None else describe_simulation(pair.simulated),
@@ -162,6 +170,11 @@ def _meaningless(spec: LoadSpec, pair: LoadedPair) -> list[str]:
             f"acceptance is simulated ({pair.simulated.label}): drafts pass by chance, and the text means nothing"
         )
     return found
+
+
+def wants_capture(spec: LoadSpec, device: torch.device) -> bool:
+    """Whether steps are to run in captured form: on a GPU unless refused, elsewhere only where a test asks for it."""
+    return spec.graphs is True or (spec.graphs is None and device.type == "cuda")
 
 
 def _context(spec: LoadSpec, longest: int) -> int:

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from sparkchat.models.attention import Span, SpanAttention, open_spans
 from sparkchat.models.base import ForwardBatch, ModelConfig
+from sparkchat.models.fused import MOST_SMALL_ROWS, FusedStack, product
 from sparkchat.models.kv_cache import KVCache
 from sparkchat.models.layers import DecoderLayer, Embedding, RMSNorm, spread_rotations
-from sparkchat.models.linear import Linear, make_linear
+from sparkchat.models.linear import Linear, PlainLinear, make_linear
 from sparkchat.models.quant import GroupedWeight, Weight, dense
 from sparkchat.models.refined_head import RefinedHead
 from sparkchat.models.rope import RopeTable
@@ -93,6 +94,7 @@ class DenseModel:
         self._head_weight = self._take_head(source, table, config)
         self.head = _make_head(self._head_weight, device, dtype)
         self.kv_dtype = dtype or torch.bfloat16
+        self.fused: FusedStack | None = None
         kernel = self.stack.layers[0].qkv.kernel
         self.config = replace(
             config, dtype_name=_dtype_name(self.stack.layers), linear_kernel=kernel, kv_dtype=self.kv_dtype
@@ -158,8 +160,10 @@ class DenseModel:
 
         Positions must be below what ``stack.rope.prepare`` was given, and the cache filled.
         """
-        attention = RowAttention(cache, rows, self.config.decoder.group_size)
         x = self.embedding(rows.token_ids)
+        if self.fused is not None:
+            return self.fused.run(x, rows, tap_layers)
+        attention = RowAttention(cache, rows, self.config.decoder.group_size)
         taps: dict[int, Tensor] = {-1: x.clone()} if -1 in tap_layers else {}
 
         def keep(index: int, output: Tensor) -> None:
@@ -169,8 +173,14 @@ class DenseModel:
         hidden = self.stack.run_rows(x, rows, attention, keep if tap_layers else None)
         return hidden, torch.cat([taps[layer] for layer in tap_layers], dim=1) if tap_layers else None
 
+    def fuse(self, cache: KVCache, most_rows: int, most_per_request: int) -> None:
+        """Run ``decode_rows`` over this filled cache by the kernels of ``sparkchat.kernels`` from now on."""
+        self.fused = FusedStack(self.stack, cache, most_rows, most_per_request, cache.context)
+
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
+        if self.fused is not None and hidden.shape[0] <= MOST_SMALL_ROWS and isinstance(self.head, PlainLinear):
+            return product(hidden.to(self.head.dtype), self.head, out_dtype=torch.float32)
         return self.head(hidden.to(self.head.dtype)).float()
 
     def head_rows(self, token_ids: Tensor) -> Tensor:

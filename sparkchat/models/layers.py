@@ -19,10 +19,10 @@ class RMSNorm:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension, in float32."""
 
     def __init__(self, weight: Tensor, eps: float, device: torch.device) -> None:
-        weight = weight.float().to(device)
+        self.weight, self.eps = weight.float().to(device), eps
         size = weight.shape[-1]
         # sqrt(mean(x^2) + eps) = hypot(|x|, sqrt(size * eps)) / sqrt(size): three operations instead of six.
-        self._scaled = weight * size**0.5
+        self._scaled = self.weight * size**0.5
         self._floor = torch.tensor((size * eps) ** 0.5, device=device)
 
     def __call__(self, x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -65,12 +65,12 @@ class SwiGLU:
     """down(silu(gate(x)) * up(x)), gate and up in one product."""
 
     def __init__(self, gate_up: Linear, down: Linear) -> None:
-        self._gate_up, self._down = gate_up, down
+        self.gate_up, self.down = gate_up, down
         self.dtype = gate_up.dtype
 
     def __call__(self, x: Tensor, is_long: bool) -> Tensor:
-        gate, up = self._gate_up(x, is_long).chunk(2, dim=-1)
-        return self._down(F.silu(gate).mul_(up), is_long)
+        gate, up = self.gate_up(x, is_long).chunk(2, dim=-1)
+        return self.down(F.silu(gate).mul_(up), is_long)
 
 
 class DecoderLayer:

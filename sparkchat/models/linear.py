@@ -37,11 +37,11 @@ class PlainLinear:
     kernel = "torch"
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self._weight, self._bias = weight, bias
+        self.weight, self.bias = weight, bias
         self.dtype = weight.dtype
 
     def __call__(self, x: Tensor, is_long: bool = False) -> Tensor:
-        return F.linear(x, self._weight, self._bias)
+        return F.linear(x, self.weight, self.bias)
 
 
 class PackedLinear:

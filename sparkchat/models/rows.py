@@ -24,6 +24,8 @@ class RowBatch:
     cache_rows: Tensor
     ends: Tensor
     """Positions below this are seen: position + 1, or for rows of a block, which see each other, the block's end."""
+    starts: Tensor | None = None
+    """[R+1] int32: rows starts[r]:starts[r+1] are request r's, rows behind starts[R] nobody's."""
 
 
 class RowAttention:

@@ -8,10 +8,12 @@ from typing import Any
 import torch
 
 from sparkchat.engine.captured.decoder import CapturedDecoder
+from sparkchat.engine.captured.fused_step import FusedStep, can_fuse
 from sparkchat.engine.captured.graphs import EagerStages, GraphStages, Stages
 from sparkchat.engine.captured.laws import Draws
 from sparkchat.engine.captured.state import Block, Records, Seats, StepInputs
 from sparkchat.engine.captured.step import CapturedStep
+from sparkchat.engine.captured.tiers import row_tiers
 from sparkchat.engine.pair import LoadedPair
 from sparkchat.engine.request import RequestState
 
@@ -46,10 +48,13 @@ def request_reason(state: RequestState) -> str | None:
     return None
 
 
-def build_decoder(pair: LoadedPair, seats: int, block: int, stages: Stages | None = None) -> CapturedDecoder:
+def build_decoder(
+    pair: LoadedPair, seats: int, block: int, stages: Stages | None = None, is_fused: bool | None = None
+) -> CapturedDecoder:
     """A decoder for up to ``seats`` requests; takes all the storage of the pair's caches for good.
 
-    ``stages`` None captures on a GPU and runs eagerly elsewhere.
+    ``stages`` None captures on a GPU and runs eagerly elsewhere. ``is_fused`` None takes the kernels of
+    ``sparkchat.kernels`` on a GPU where they compute all that the pair needs, True insists, False takes torch's own.
     """
     device = pair.device
     pair.cache.fill()
@@ -59,6 +64,12 @@ def build_decoder(pair: LoadedPair, seats: int, block: int, stages: Stages | Non
         end = max(end, pair.draft_cache.context)
         pair.drafter.prepare(end)
     pair.target.stack.rope.prepare(end)
+    if is_fused is None:
+        is_fused = device.type == "cuda" and can_fuse(pair)
+    if is_fused:
+        pair.target.fuse(pair.cache, row_tiers(block, seats)[-1], block + 1)
+        if pair.drafter is not None:
+            pair.drafter.fuse(pair.draft_cache, block * seats, block)
     draft_vocab = 1 if pair.drafter is None else pair.drafter.config.draft_vocab_size
     temperatures = pair.temperatures or (1.0,) * block
     chances = None if pair.simulated is None else pair.simulated.conditional[:block]
@@ -67,7 +78,7 @@ def build_decoder(pair: LoadedPair, seats: int, block: int, stages: Stages | Non
         return torch.tensor(values, dtype=torch.float64, device=device)
 
     with torch.inference_mode():
-        step = CapturedStep(
+        step = (FusedStep if is_fused else CapturedStep)(
             pair=pair,
             seats=Seats.empty(seats, device),
             inputs=StepInputs(seats, block, device),

@@ -7,7 +7,7 @@ stand side by side, and rows behind the last one belong to nobody.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -92,7 +92,7 @@ class CapturedStep:
         self._record(count, logits, is_bad, starts, verify_lens, accepted)
         self._commit(count, starts, accepted)
         if features is not None and self.pair.drafter is not None:
-            handed = RowBatch(rows.token_ids, rows.positions, draft_rows, rows.ends)
+            handed = replace(rows, cache_rows=draft_rows)
             self.pair.drafter.store_rows(features, handed, self.pair.draft_cache)
 
     def _block_rows(self, count: int, mask: int) -> RowBatch:
@@ -105,6 +105,7 @@ class CapturedStep:
             positions=(start + place).flatten(),
             cache_rows=seats.draft_row[:count, None].expand(shape).flatten(),
             ends=(start + drafted).clamp(min=1).expand(shape).flatten(),
+            starts=torch.arange(count + 1, dtype=torch.int32, device=seats.anchor.device) * self.width,
         )
 
     def _drawn(self, logits: Tensor, u: Tensor, count: int, draws: Draws) -> tuple[Tensor, Tensor | None]:
@@ -149,6 +150,7 @@ class CapturedStep:
             positions=positions,
             cache_rows=torch.where(is_real, seats.cache_row[owner], self.spare_row),
             ends=positions + 1,
+            starts=starts.int(),
         )
         return rows, owner, is_real, torch.where(is_real, seats.draft_row[owner], self.spare_draft_row)
 
@@ -226,4 +228,5 @@ class CapturedStep:
         kept = torch.where(has_rows, accepted.accepted_len + 1, 0)
         seats.anchor[:count] = torch.where(has_rows, accepted.next_ids, seats.anchor[:count])
         seats.kv_len[:count] += kept
+        seats.rounds[:count] += has_rows
         seats.remaining[:count] -= kept

@@ -11,6 +11,7 @@ from torch import Tensor
 from sparkchat.models.attention import Span, SpanAttention, open_spans
 from sparkchat.models.base import ForwardBatch
 from sparkchat.models.dense import DecoderStack
+from sparkchat.models.fused import FusedStack
 from sparkchat.models.kv_cache import KVCache
 from sparkchat.models.layers import Embedding, RMSNorm, rotate_
 from sparkchat.models.linear import make_linear
@@ -65,6 +66,7 @@ class Backbone:
     ) -> None:
         self._stack, self._embedding = stack, embedding
         self._context = ContextProjection(source, stack, taps, device, dtype)
+        self.fused: FusedStack | None = None
 
     def extend_context(self, features: Tensor, batch: ForwardBatch, cache: KVCache) -> None:
         """Store the keys and values of context rows at their positions."""
@@ -89,8 +91,14 @@ class Backbone:
 
     def draft_rows(self, rows: RowBatch, cache: KVCache) -> Tensor:
         """As ``run_blocks``, asking the host nothing."""
-        attention = RowAttention(cache, rows, self._stack.shape.group_size)
-        return self._stack.run_rows(self._embedding(rows.token_ids), rows, attention)
+        x = self._embedding(rows.token_ids)
+        if self.fused is not None:
+            return self.fused.run(x, rows)[0]
+        return self._stack.run_rows(x, rows, RowAttention(cache, rows, self._stack.shape.group_size))
+
+    def fuse(self, cache: KVCache, most_rows: int, block: int) -> None:
+        """Run ``draft_rows`` over this filled cache by the kernels of ``sparkchat.kernels`` from now on."""
+        self.fused = FusedStack(self._stack, cache, most_rows, block, cache.context)
 
     def prepare(self, end: int) -> None:
         """Positions that captured rows may have lie below ``end``."""

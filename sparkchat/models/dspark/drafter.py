@@ -7,6 +7,7 @@ vocabulary, Vd draft vocabulary.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -28,6 +29,19 @@ from sparkchat.models.weights import FolderSource
 DraftSource = FolderSource | DummySource
 MAX_SPAN = 1 << 20
 """Context and blocks live in a store that grows, so a span may be of any length."""
+
+
+@dataclass(frozen=True)
+class BlockWeights:
+    """The heads' weights as they lie in memory."""
+
+    base: Linear
+    w1: Tensor | None
+    """[V, r]"""
+    w2: Tensor | None
+    """[Vd, r]"""
+    confidence: tuple[Tensor, Tensor | None] | None
+    """Weight [d] or [d + r] and bias [1], float32."""
 
 
 class Drafter:
@@ -128,6 +142,22 @@ class Drafter:
     def draft_rows(self, rows: RowBatch, cache: KVCache) -> Tensor:
         """Run block rows -> hidden [N, d] float32; see ``Backbone.draft_rows``."""
         return self._backbone.draft_rows(rows, cache)
+
+    def fuse(self, cache: KVCache, most_rows: int, block: int) -> None:
+        """Run ``draft_rows`` by the kernels of ``sparkchat.kernels`` from now on."""
+        self._backbone.fuse(cache, most_rows, block)
+
+    @property
+    def block_weights(self) -> BlockWeights | None:
+        """What ``kernels.markov`` needs of the heads; None where the sequential head is none that it computes."""
+        if self._head is not None and type(self._head) is not VanillaHead:
+            return None
+        return BlockWeights(
+            base=self._base_head,
+            w1=None if self._head is None else self._head.embedding,
+            w2=None if self._head is None else self._head.w2.weight,
+            confidence=None if self._confidence is None else self._confidence.parameters,
+        )
 
     def prepare(self, end: int) -> None:
         """Positions that captured rows may have lie below ``end``."""

@@ -34,7 +34,7 @@ class VanillaHead:
 
     def __init__(self, w1: Tensor, w2: Linear, w2_rows: Tensor | None) -> None:
         """w2_rows [Vd, r] is W2 unpacked, for biases of chosen tokens alone; None where they are not asked for."""
-        self.embedding, self._w2, self._w2_rows = w1, w2, w2_rows
+        self.embedding, self.w2, self._w2_rows = w1, w2, w2_rows
 
     def initial_state(self, count: int) -> Tensor:
         return torch.zeros((count, 0), device=self.embedding.device)
@@ -45,7 +45,7 @@ class VanillaHead:
 
     def step(self, previous: Tensor, hidden: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         e, state = self.vector(previous, hidden, state)
-        return self._w2(e.to(self._w2.dtype)).float(), state
+        return self.w2(e.to(self.w2.dtype)).float(), state
 
     def rows_of(self, columns: Tensor) -> Tensor:
         """columns [...] draft ids -> their rows of W2 [..., r] float32."""
@@ -92,6 +92,12 @@ class ConfidenceHead:
         size = weight.shape[0] - (0 if embedding is None else embedding.shape[1])
         self._on_hidden, self._on_markov = weight[:size], weight[size:]
         self._bias, self._embedding = bias, embedding
+
+    @property
+    def parameters(self) -> tuple[Tensor, Tensor | None]:
+        """Weight [d] or [d + r] and bias [1] or None, float32."""
+        bias = None if self._bias is None else self._bias.reshape(1)
+        return torch.cat([self._on_hidden, self._on_markov]).contiguous(), bias
 
     def __call__(self, previous: Tensor, hidden: Tensor) -> Tensor:
         """previous [R] target ids, hidden [R, d] -> [R]"""
