@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 from sparkchat.engine.cost_table import CostLookup
+from sparkchat.params import CostTable
 from sparkchat.simulation import SimulatedAcceptance
 
 if TYPE_CHECKING:
@@ -36,6 +38,8 @@ class LoadedPair:
     damaged_ids: frozenset[int] = frozenset()
     """Tokens whose embedding in the target is not of numbers."""
 
+    measure_steps: Callable[[], CostTable] | None = None
+    """Times captured steps; None where the reference loop is timed."""
     is_lagged: bool = False
     """Verify lengths are planned from confidences two steps old (lagged_plan.py), as captured steps need it."""
     simulated: SimulatedAcceptance | None = None
