@@ -8,6 +8,7 @@ import os
 import platform
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,12 @@ import torch
 from sparkchat import __version__
 from sparkchat.engine.captured.build import BLOCKS_BEHIND, SPARE_ROWS
 from sparkchat.engine.cost_table import CostLookup
+from sparkchat.engine.device import device_name, resolve_device
 from sparkchat.engine.pair import LoadedPair, draft_index_table
 from sparkchat.engine.prefill import CHUNK_ROWS
+from sparkchat.engine.ranks import Team
+from sparkchat.engine.shared_pair import load_shared
+from sparkchat.engine.stored_temperatures import temperatures_of
 from sparkchat.engine.text_model import TextModel
 from sparkchat.errors import UsageError
 from sparkchat.models import load_drafter, load_target
@@ -31,19 +36,39 @@ HASH_LIMIT_BYTES = 1 << 30
 
 
 def load_pair(spec: LoadSpec, progress: Progress) -> tuple[LoadedPair, TextModel]:
-    """Load target, drafter and tokenizer. Raises the errors of ``models`` and UsageError."""
+    """Load target, drafter and tokenizer. Raises the errors of ``models``, UsageError, and what other ranks meet."""
     _check_spec(spec)
-    device = _device(spec.device)
+    device = resolve_device(spec.device)
     if device.type == "cpu":
-        torch.set_num_threads(spec.threads or len(os.sched_getaffinity(0)))
+        torch.set_num_threads(spec.threads or max(1, len(os.sched_getaffinity(0)) // spec.tp))
+    if spec.tp == 1:
+        return _load_pair(spec, progress, device, None)
+    _say(progress, "ranks", f"starting {spec.tp} processes")
+    with ExitStack() as stack:
+        team = Team(spec.tp, device)
+        stack.callback(team.close)
+        loaded = _load_pair(spec, progress, device, team)
+        stack.pop_all()
+    return loaded
+
+
+def _load_pair(
+    spec: LoadSpec, progress: Progress, device: torch.device, team: Team | None
+) -> tuple[LoadedPair, TextModel]:
     _say(progress, "weights", f"loading {spec.name}")
     dtype, is_dummy = _dtype(spec.dtype, device), spec.dummy_weights
-    target = load_target(Path(spec.model_path), device=device, dtype=dtype, is_dummy=is_dummy)
+    shared_drafter: Any = None
+    if team is not None:
+        target, shared_drafter = load_shared(team, spec, dtype)
+    else:
+        target = load_target(Path(spec.model_path), device=device, dtype=dtype, is_dummy=is_dummy)
     context = _context(spec, target.config.max_context)
     drafter, reason = None, f"{spec.name} has no drafter"
     if spec.drafter_path is not None:
         _say(progress, "drafter", "loading the drafter")
-        drafter = load_drafter(Path(spec.drafter_path), target, device=device, dtype=dtype, is_dummy=is_dummy)
+        drafter = shared_drafter or load_drafter(
+            Path(spec.drafter_path), target, device=device, dtype=dtype, is_dummy=is_dummy
+        )
         reason = None
         _check_pair(spec, drafter.config.block_size)
     elif spec.block_size is not None:
@@ -55,6 +80,9 @@ def load_pair(spec: LoadSpec, progress: Progress) -> tuple[LoadedPair, TextModel
     rows, room = spec.concurrency + 1, context + max_block
     if wants_capture(spec, device):
         rows, room = rows + SPARE_ROWS, context + BLOCKS_BEHIND * max_block
+    temperatures, source, notice = temperatures_of(spec, device, max_block - 1 if drafter is not None else 0)
+    if notice is not None:
+        progress({"event": "notice", "id": None, "message": notice})
     pair = LoadedPair(
         target=target,
         cache=target.new_cache(rows, room, max(CHUNK_ROWS, max_block)),
@@ -66,11 +94,13 @@ def load_pair(spec: LoadSpec, progress: Progress) -> tuple[LoadedPair, TextModel
         else draft_index_table(drafter.draft_to_target, target.config.vocab_size),
         reason_off=reason,
         cost=None if spec.cost_table is None else CostLookup(spec.cost_table),
-        temperatures=spec.temperatures,
+        temperatures=temperatures,
+        temperatures_source=source,
         context=context,
         kv_bytes_per_token=target.config.kv_bytes_per_token,
         damaged_ids=target.embedding.damaged_ids(),
         simulated=_simulated(spec, drafter),
+        team=team,
         is_lagged=device.type == "cuda" or spec.graphs is True,
     )
     return pair, text
@@ -90,13 +120,14 @@ def describe(
         "block_size": None if drafter is None else (spec.block_size or pair.block_size),
         "mode": spec.mode if drafter is not None else "off",
         "reason_off": pair.reason_off if drafter is None else None,
-        "device": device_name(pair.device),
+        "device": device_name(pair.device, pair.num_devices),
         "dtype": pair.target.config.dtype_name,
         "context": pair.context,
         "vocab_size": pair.target.config.vocab_size,
         "threads": torch.get_num_threads(),
         "load_ms": load_ms,
         "temperatures": None if pair.temperatures is None else list(pair.temperatures),
+        "temperatures_source": pair.temperatures_source,
         "cost_table": describe_cost(pair.cost),
         "versions": _versions(),
         "model_revision": spec.revision,
@@ -124,7 +155,7 @@ def _check_spec(spec: LoadSpec) -> None:
     """What would otherwise come up in the middle of an answer, or never."""
     if spec.mode not in MODES:
         raise UsageError(f"mode {spec.mode!r} is unknown; give one of {', '.join(MODES)}")
-    for name in ("concurrency", "threads", "block_size"):
+    for name in ("concurrency", "threads", "block_size", "tp"):
         value = getattr(spec, name)
         if value is not None and value < 1:
             raise UsageError(f"{name} {value} is not possible; give a whole number of 1 or more")
@@ -185,24 +216,9 @@ def _context(spec: LoadSpec, longest: int) -> int:
     return spec.context
 
 
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if name.startswith("cuda") and not torch.cuda.is_available():
-        raise UsageError(f"device {name} was asked for, but torch sees no CUDA GPU; give --device cpu")
-    device = torch.device(name)
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise UsageError(f"device {name} was asked for, but there are {torch.cuda.device_count()} GPUs")
-    return device
-
-
 def _dtype(name: str, device: torch.device) -> torch.dtype | None:
     """None leaves the choice to the model: its own format on the CPU, bfloat16 on a GPU."""
     return {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}[name]
-
-
-def device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
 def describe_cost(cost: CostLookup | None) -> dict[str, Any] | None:

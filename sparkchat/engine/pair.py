@@ -13,6 +13,7 @@ from sparkchat.params import CostTable
 from sparkchat.simulation import SimulatedAcceptance
 
 if TYPE_CHECKING:
+    from sparkchat.engine.ranks import Team
     from sparkchat.models.base import KVCache, TargetModel
     from sparkchat.models.dspark.drafter import Drafter
 
@@ -32,6 +33,8 @@ class LoadedPair:
     """Why there is no drafter."""
     cost: CostLookup | None = None
     temperatures: tuple[float, ...] | None = None
+    temperatures_source: str = "none"
+    """profile | fitted | shipped | none"""
     context: int = 0
     """Most tokens of one request, prompt and answer together."""
     kv_bytes_per_token: int = 0
@@ -44,6 +47,13 @@ class LoadedPair:
     """Verify lengths are planned from confidences two steps old (lagged_plan.py), as captured steps need it."""
     simulated: SimulatedAcceptance | None = None
     """Drafts pass by these chances, not by the models' laws: for timing alone."""
+
+    team: Team | None = None
+    """The other ranks, where several devices share the model."""
+
+    @property
+    def num_devices(self) -> int:
+        return 1 if self.team is None else self.team.size
 
     @property
     def block_size(self) -> int:

@@ -204,7 +204,7 @@ def join_group(store: Path, rank: int, size: int, device: torch.device) -> Proce
 
 
 def set_loopback() -> None:
-    """Ranks are of one machine: nothing of theirs may listen on an outward address. For this process and its children."""
+    """For this process and its children: ranks are of one machine, and nothing of theirs may listen outward."""
     if Path("/sys/class/net", _LOOPBACK).exists():
         os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", _LOOPBACK)
