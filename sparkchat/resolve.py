@@ -126,7 +126,7 @@ def refuse_impossible(options: Resolution, model: ModelRef, drafter: DrafterRef)
     """Raise UsageError for what the machine, the model or the mode cannot honour."""
     options.sampling()
     _refuse_device(options)
-    _refuse_parallel(options)
+    _refuse_parallel(options, model)
     for name in ("block_size", "context"):
         if options[name] is not None and options[name] < 1:
             raise UsageError(f"{options.asked(name)} is not possible; give a whole number of 1 or more")
@@ -144,11 +144,16 @@ def _refuse_without_drafter(options: Resolution, drafter: DrafterRef) -> None:
         raise UsageError(f"{options.asked('block_size')} needs a drafter, but {reason}; give --drafter PATH")
 
 
-def _refuse_parallel(options: Resolution) -> None:
+def _refuse_parallel(options: Resolution, model: ModelRef) -> None:
+    asked = options.asked("tp")
     if options["tp"] < 1:
-        raise UsageError(f"{options.asked('tp')} is not possible; give 1, or leave it out")
-    if options["tp"] > 1:
-        raise UsageError(f"{options.asked('tp')}: this version runs on one device; leave it out")
+        raise UsageError(f"{asked} is not possible; give the number of devices to use, or leave it out")
+    if options["tp"] > 1 and can_share(model) is False:
+        raise UsageError(f"{asked}: {model.name} is not DeepSeek V4, which alone several devices can share; leave it out")
+    if options["tp"] > 1 and cost_device(options) != "cpu":
+        left = len(environment.gpus()) - int(options["device"].partition(":")[2] or 0)
+        if options["tp"] > left:
+            raise UsageError(f"{asked}: there are {left} NVIDIA GPUs to use; give --tp {left} or fewer")
     if options["graphs"] and cost_device(options) == "cpu":
         raise UsageError(f"{options.asked('graphs')}: CUDA graphs need a GPU, and this run is on the CPU; leave it out")
 
@@ -170,8 +175,21 @@ def _refuse_device(options: Resolution) -> None:
         )
 
 
+def can_share(model: ModelRef) -> bool | None:
+    """May several devices share the model? None when that cannot be told without fetching it."""
+    if model.path is not None:
+        return is_deepseek_v4(model.path)
+    known = None if model.profile is None else model.profile.get("model.architecture")
+    return None if known is None else known == "deepseek_v4"
+
+
 def cost_device(options: Resolution) -> str:
-    """The name under which a profile keeps its cost table for this run: ``cpu`` or a GPU's name."""
+    """The name under which a profile keeps its cost table for this run: ``cpu``, a GPU's name, ``2 x`` a GPU's name."""
+    name = _device_name(options)
+    return name if options["tp"] == 1 or name == "cpu" else f"{options['tp']} x {name}"
+
+
+def _device_name(options: Resolution) -> str:
     device = options["device"]
     if device == "cpu" or (device == "auto" and not environment.torch_has_cuda()):
         return "cpu"
@@ -230,6 +248,7 @@ def build_config(
         model_path=str(found.path),
         drafter_path=None if found_drafter is None else str(found_drafter.path),
         device=options["device"],
+        tp=options["tp"],
         dtype=options["dtype"],
         context=options["context"],
         block_size=options["block_size"],

@@ -255,7 +255,7 @@ def test_without_a_drafter_the_reason_is_handed_over(main: Cli, front: Front, st
         (("--block-size", "3"), ("--block-size 3", "needs a drafter")),
         (("--block-size", "0"), ("--block-size 0", "1 or more")),
         (("--block-size", "-1"), ("--block-size -1", "1 or more")),
-        (("--tp", "2"), ("--tp 2", "one device")),
+        (("--tp", "2"), ("--tp 2", "DeepSeek V4")),
         (("--tp", "0"), ("--tp 0",)),
         (("--graphs",), ("--graphs", "need a GPU")),
         (("--think",), ("--think", "no thinking mode")),
