@@ -20,7 +20,7 @@ from sparkchat.paths import user_paths
 from sparkchat.ui.bindings import CHAT_BINDINGS, key_help
 from sparkchat.ui.bridge import Batch, Bridge, Engine
 from sparkchat.ui.chats import ChatStore
-from sparkchat.ui.clipboard import copied_message, is_too_long, osc52
+from sparkchat.ui.clipboard import copied_message, fill_tmux_buffer, is_too_long, osc52
 from sparkchat.ui.commands import COMMANDS
 from sparkchat.ui.compare import Comparison
 from sparkchat.ui.document import Section
@@ -129,6 +129,9 @@ class SparkApp(App[int]):
         self.chat.begin(self._load_keymap())
         self.transcript.update_rows()
 
+    def on_unmount(self) -> None:
+        self.chat.keeper.close()
+
     def _load_keymap(self) -> list[str]:
         """Apply the user's keys; returns what to say about those that cannot be used."""
         own = [binding for binding in (*self.BINDINGS, *Prompt.BINDINGS) if isinstance(binding, Binding)]
@@ -170,7 +173,7 @@ class SparkApp(App[int]):
         if self._driver is None or is_too_long(text):
             return f"{len(text)} characters are too many for a terminal's clipboard; use /export FILE"
         self._driver.write(osc52(text))
-        return copied_message(text)
+        return copied_message(text, in_tmux=fill_tmux_buffer(text))
 
     def copy_to_clipboard(self, text: str) -> None:
         self._clipboard = text

@@ -11,7 +11,17 @@ from itertools import accumulate
 from typing import Literal, NamedTuple
 
 from sparkchat.ui.glyphs import Glyphs
-from sparkchat.ui.markdown import LONG_LINE, Fence, FormattedLine, MarkdownFormatter, Piece, plain_line, plain_pieces
+from sparkchat.ui.markdown import (
+    LONG_LINE,
+    Fence,
+    FormattedLine,
+    MarkdownFormatter,
+    Piece,
+    closes_fence,
+    opened_fence,
+    plain_line,
+    plain_pieces,
+)
 from sparkchat.ui.safe_text import text_width
 from sparkchat.ui.tables import align_table, is_delimiter, is_row
 from sparkchat.ui.wrap import wrap
@@ -265,8 +275,11 @@ class Section:
         index = len(self.lines) - 1
         text = self.lines[index].text
         was_fenced = self._fence is not None
-        if len(text) <= LONG_LINE or was_fenced:
-            self._fence = self._formatter.format(text, self._fence)[1]
+        if self._fence is None:
+            self._fence = opened_fence(text)
+            self._formatter.num_fences += self._fence is not None
+        elif closes_fence(text, self._fence):
+            self._fence = None
         if was_fenced or self._fence is not None:
             self._close_table(index)
         elif self._table is not None:

@@ -92,33 +92,42 @@ def plain_line(line: str, style: str, ascii_only: bool = False) -> FormattedLine
     return FormattedLine(plain_pieces(line, 0, len(line), style, ascii_only))
 
 
+def opened_fence(line: str) -> Fence | None:
+    """The code block that begins with this line outside any other."""
+    match = _FENCE.match(line) if len(line) <= LONG_LINE else None
+    return Fence(match[2], match[3].strip()) if match else None
+
+
+def closes_fence(line: str, fence: Fence) -> bool:
+    mark = line.strip()
+    return len(mark) >= len(fence.mark) and not mark.strip(fence.mark[0]) and mark[:1] == fence.mark[0]
+
+
 class MarkdownFormatter:
-    """Formats lines in the style of one place (the answer, or the thinking); holds no state between lines."""
+    """Formats lines in the style of one place (the answer, or the thinking)."""
 
     def __init__(self, glyphs: Glyphs, base: str = "") -> None:
         self._glyphs = glyphs
         self._base = base
+        self.num_fences = 0
+        """Code blocks above, which number the next one; whoever completes lines counts them."""
         self._ascii_only = glyphs.bullet.isascii()
 
     def format(self, line: str, fence: Fence | None) -> tuple[FormattedLine, Fence | None]:
         """The line as shown, and the fence that is open after it."""
         if fence is not None:
-            if self._closes(line, fence):
-                return self._fence_line(line, self._glyphs.fence_close, ""), None
+            if closes_fence(line, fence):
+                return self._fence_line(line, self._glyphs.fence_close + self._glyphs.horizontal, ""), None
             return self._code_line(line), fence
         if len(line) > LONG_LINE:
             return plain_line(line, self._base, self._ascii_only), None
-        if match := _FENCE.match(line):
-            language = match[3].strip()
-            return self._fence_line(line, self._glyphs.fence_open, language), Fence(match[2], language)
+        if opened := opened_fence(line):
+            corner = f"{self._glyphs.fence_open}{self._glyphs.horizontal} code {self.num_fences + 1}"
+            return self._fence_line(line, corner, opened.language), opened
         return self._text_line(line), None
 
-    def _closes(self, line: str, fence: Fence) -> bool:
-        mark = line.strip()
-        return len(mark) >= len(fence.mark) and not mark.strip(fence.mark[0]) and mark[:1] == fence.mark[0]
-
     def _fence_line(self, line: str, corner: str, language: str) -> FormattedLine:
-        label = f"{corner}{self._glyphs.horizontal} "
+        label = f"{corner} "
         pieces = [Piece(label, self._style("frame"), 0, 0)]
         if language:
             at = line.rindex(language)

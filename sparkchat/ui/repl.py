@@ -14,7 +14,7 @@ from sparkchat.paths import user_paths
 from sparkchat.ui.answering import Answerer, Signals
 from sparkchat.ui.bridge import Engine, Event
 from sparkchat.ui.chats import ChatKeeper, ChatStore
-from sparkchat.ui.clipboard import copied_message, osc52
+from sparkchat.ui.clipboard import copied_message, fill_tmux_buffer, osc52
 from sparkchat.ui.commands import command_table, is_command, run_command, without_escape
 from sparkchat.ui.compare import Comparison
 from sparkchat.ui.conversation import Conversation
@@ -141,7 +141,10 @@ class Repl:
         info = answerer.load(self._loading.show)
         self._loading.clear()
         self._answerer = answerer
-        if not info.get("drafter"):
+        if info.get("mode_fixed"):
+            self.conversation.mode = info["mode"]
+            self._loading.note(info["mode_fixed"])
+        elif not info.get("drafter"):
             self.conversation.mode = "off"
         elif self.conversation.mode != info["mode"]:
             self._engine.set_mode(self.conversation.mode)
@@ -199,6 +202,7 @@ class Repl:
 
     def change_mode(self, mode: Mode) -> None:
         info = self._answerer.info if self._answerer else {}
+        self._refuse_fixed_mode(info)
         if mode != "off" and info and not info.get("drafter"):
             raise UsageError(
                 f"mode {mode} needs a drafter: {info.get('reason_off') or 'none is loaded'}; use --drafter"
@@ -207,6 +211,11 @@ class Repl:
             self._engine.set_mode(mode)
         self.conversation.mode = mode
         self.say(self.mode_text())
+
+    @staticmethod
+    def _refuse_fixed_mode(info: Event) -> None:
+        if info.get("mode_fixed"):
+            raise UsageError(f"the mode cannot be changed here: {info['mode_fixed']}")
 
     def set_stats(self, shown: bool) -> None:
         self._shows_stats = shown
@@ -291,13 +300,14 @@ class Repl:
         if not self._is_terminal:
             raise UsageError("/copy needs a terminal on stdout; use /export FILE")
         self._write(osc52(text))
-        self.say(copied_message(text))
+        self.say(copied_message(text, in_tmux=fill_tmux_buffer(text)))
 
     def compare(self) -> None:
         """The last question under every mode; ctrl+c ends the comparison."""
         turn = self.conversation.turns[-1] if self.conversation.turns else None
         if turn is None or not turn.answer.result or self._answerer is None:
             raise UsageError("/compare needs an answer to run again: ask something first")
+        self._refuse_fixed_mode(self._answerer.info)
         if not self._answerer.info.get("drafter"):
             raise UsageError("/compare needs a drafter: without one there is nothing to compare")
         comparison = Comparison(self.conversation.request_again(turn), turn.seed)

@@ -111,7 +111,7 @@ def test_table_is_aligned_when_it_fits_and_as_written_when_not() -> None:
 
 def test_code_keeps_its_text_and_closes_only_at_its_own_fence() -> None:
     shown = rows(section("````\n```\n# not a head\n````\n# head", 40))
-    assert shown == ["╭─ ", "│ ```", "│ # not a head", "╰─ ", "head"]
+    assert shown == ["╭─ code 1 ", "│ ```", "│ # not a head", "╰─ ", "head"]
 
 
 def test_two_hundred_quote_marks_do_no_harm() -> None:

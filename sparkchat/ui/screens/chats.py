@@ -11,6 +11,7 @@ from textual.binding import Binding, BindingType
 from textual.containers import Vertical
 from textual.content import Content
 from textual.screen import ModalScreen
+from textual.timer import Timer
 from textual.widgets import Input, OptionList, Static
 from textual.widgets.option_list import Option
 
@@ -50,12 +51,14 @@ class ChatsScreen(ModalScreen[str | None]):
             yield Static(Content(_HELP), id="chats-help")
 
     def on_mount(self) -> None:
-        self._timer = self.set_timer(0, self._search)
+        self._timer: Timer | None = None
         self.query_one(Input).focus()
+        self._search()
 
     @on(Input.Changed)
     def _wait_for_more(self) -> None:
-        self._timer.stop()
+        if self._timer is not None:
+            self._timer.stop()
         self._timer = self.set_timer(SEARCH_SECONDS, self._search)
 
     def _search(self) -> None:
