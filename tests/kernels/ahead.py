@@ -1,4 +1,4 @@
-"""Compiles every kernel for an H200 on a machine without one: ``python tests/kernels/ahead.py [NAME ...]``.
+"""Compiles every kernel for an H200 on a machine without one: ``PYTHONPATH=. python tests/kernels/ahead.py [NAME]``.
 
 The launches are the real ones, with tensors on the CPU; compiling takes the place of starting. Prints a line a kernel:
 what it is, registers spilled, shared memory.
@@ -6,15 +6,10 @@ what it is, registers spilled, shared memory.
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
-
-os.environ.pop("TRITON_INTERPRET", None)
-sys.path[:0] = [str(Path(__file__).parents[2])]
 
 import torch
 import triton
@@ -113,7 +108,8 @@ def markov() -> None:
     settings, hidden = DrawSettings.empty(2, CPU), torch.zeros(2, 2, 4096)
     judge = (torch.zeros(4352), torch.zeros(1))
     launch_markov_block(base, w, w, anchors, settings, MarkovBuffers.empty(base), None, hidden, judge)
-    launch_markov_block(base, None, None, anchors, settings, MarkovBuffers.empty(base), torch.zeros(9, dtype=torch.int64), None, None)  # fmt: skip
+    mapping = torch.zeros(151936, dtype=torch.int64)
+    launch_markov_block(base, None, None, anchors, settings, MarkovBuffers.empty(base), mapping, None, None)
 
 
 def accept() -> None:
@@ -138,9 +134,7 @@ def planner() -> None:
         launch_plan_lengths(torch.zeros(requests, 7), torch.ones(7), limits, cost, lens, 0, 0.0, budget)
 
 
-ALL: dict[str, Callable[[], None]] = {
-    f.__name__: f for f in (norm, rope, attention, gemm, markov, accept, planner)
-}
+ALL: dict[str, Callable[[], None]] = {f.__name__: f for f in (norm, rope, attention, gemm, markov, accept, planner)}
 
 
 def main(names: list[str]) -> None:

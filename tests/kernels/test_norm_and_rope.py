@@ -41,9 +41,7 @@ def test_norm(rows: int, size: int, delta: str | None, has_x: bool, device: torc
 @pytest.mark.parametrize("is_paged", [False, True])
 @pytest.mark.parametrize("has_norm", [False, True])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(9, 3, 64), (4, 2, 16), (5, 5, 32)])
-def test_write_qkv(
-    heads: int, kv_heads: int, dim: int, has_norm: bool, is_paged: bool, device: torch.device
-) -> None:
+def test_write_qkv(heads: int, kv_heads: int, dim: int, has_norm: bool, is_paged: bool, device: torch.device) -> None:
     rows = 6
     qkv = torch.randn(rows, (heads + 2 * kv_heads) * dim, device=device, dtype=torch.float16)
     # Two spans; the last row is padding; positions beyond the capacity wrap around.

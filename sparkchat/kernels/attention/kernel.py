@@ -1,11 +1,13 @@
 """Decode attention in two passes: every span of keys by itself, then the spans of a row together.
 
 The query heads of a group and the rows of a request share the keys they read. Sums run in an order that depends on
-the position of a key alone: spans and tiles begin at multiples of their size, tiles have the same size whatever is in them, and what a row does not see adds zeros.
+the position of a key alone: spans and tiles begin at multiples of their size, tiles have the same size whatever is in
+them, and what a row does not see adds zeros.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,7 +24,18 @@ QUERIES = 32
 """Queries of a tile, always: fewer would have other sums, as the layout decides what is added first."""
 _PROGRAMS = 264
 """About how many programs to start: two on each multiprocessor of an H200."""
-_BLOCK, _WARPS, _STAGES = 64, 4, 3
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Keys of a tile, warps of a program, depth of the pipeline of loads."""
+
+    keys: int
+    warps: int
+    stages: int
+
+
+HALF_TILE, EXACT_TILE = Tile(64, 4, 3), Tile(32, 4, 1)
 
 
 @triton.jit
@@ -144,14 +157,17 @@ def launch_decode_attention(
     max_rows: int,
     window: int | None,
     pages: Tensor | None,
+    tile: Tile | None = None,
 ) -> None:
-    """See ``decode_attention``."""
+    """See ``decode_attention``. ``tile`` stands in for the tuned one, for measuring."""
     from sparkchat.kernels.attention import SPAN
 
     num_rows, heads, dim = q.shape
     kv_heads, page_size = cache.shape[1] // 2, cache.shape[2]
     group = heads // kv_heads
     _check(q, cache, out, group)
+    is_exact = cache.dtype == torch.float32
+    tile = tile or (EXACT_TILE if is_exact else HALF_TILE)
     requests, spans = starts.shape[0] - 1, workspace.mixed.shape[2]
     tiles = -(-max_rows // (QUERIES // group))
     programs = max(1, min(spans, _PROGRAMS // max(1, requests * tiles * kv_heads)))
@@ -162,8 +178,8 @@ def launch_decode_attention(
         0 if pages is None else pages.stride(0),
         page_size if pages is None else pages.shape[1] * page_size, page_size, spans,
         KV_HEADS=kv_heads, GROUP=group, DIM=dim, QUERIES=QUERIES, TILES=tiles, PROGRAMS=programs, SPAN=SPAN,
-        BLOCK=_BLOCK if cache.element_size() == 2 else 32, WINDOW=window or 0, PAGED=pages is not None,
-        EXACT=cache.dtype == torch.float32, num_warps=_WARPS, num_stages=_STAGES if cache.element_size() == 2 else 1,
+        BLOCK=tile.keys, WINDOW=window or 0, PAGED=pages is not None, EXACT=is_exact,
+        num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     launch(
         _join_spans, (num_rows, heads),

@@ -11,17 +11,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparkchat.kernels.gemm.plan import plan_of
+from sparkchat.kernels.gemm.plan import Plan, plan_of
 from sparkchat.kernels.launch import launch, power_of_two, wait
 
 _NONE, _ADD, _SILU_MUL = 0, 1, 2
 LEAST_ROWS, MOST_ROWS = 16, 64
 """Rows of a tile. Fewer than 16 would take another instruction, whose sums could differ."""
-PREFETCH = 0
-"""Bytes of each weight row of a tile to call into L2 before the wait for the kernel before; 0 for none."""
-STAGES = {16: 5, 32: 4, 64: 4}
-"""Depth of the pipeline by rows of a tile."""
-WARPS = 4
 
 
 @triton.jit
@@ -33,7 +28,7 @@ def _prefetch(pointers, BYTES: tl.constexpr):
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _small_gemm(
     x_ptr, w_ptr, scales_ptr, bias_ptr, out_ptr,
     num_rows, num_out, size_k, x_stride, w_stride, scales_stride, out_stride, part_stride,
@@ -102,15 +97,20 @@ def _small_gemm(
 
 
 def launch_small_gemm(
-    x: Tensor, weight: Tensor, out: Tensor, scales: Tensor | None, bias: Tensor | None, epilogue: str
+    x: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    scales: Tensor | None,
+    bias: Tensor | None,
+    epilogue: str,
+    plan: Plan | None = None,
 ) -> None:
-    """See ``small_gemm``."""
+    """See ``small_gemm``. ``plan`` stands in for the tuned one, for measuring."""
     (n, k), count = weight.shape, x.shape[0]
-    plan = plan_of(weight, epilogue)
     rows = max(LEAST_ROWS, min(MOST_ROWS, power_of_two(count)))
+    plan = plan or plan_of(weight, epilogue, rows)
     is_silu = epilogue == "silu_mul"
     outs = plan.block_out // 2 if is_silu else plan.block_out
-    exact = x.dtype == torch.float32
     launch(
         _small_gemm, (-(-(n // 2 if is_silu else n) // outs), plan.splits, -(-count // rows)),
         x, weight, x if scales is None else scales, x if bias is None else bias, out,
@@ -118,7 +118,7 @@ def launch_small_gemm(
         out.stride(-2), out.stride(0) if epilogue == "partials" else 0,
         ROWS=rows, BLOCK_OUT=plan.block_out, BLOCK_K=plan.block_k, PART_K=plan.part_k,
         EVEN_K=k == plan.part_k * plan.splits, EPILOGUE={"add": _ADD, "silu_mul": _SILU_MUL}.get(epilogue, _NONE),
-        HAS_BIAS=bias is not None, HAS_SCALES=scales is not None, EXACT=exact,
-        PREFETCH_BYTES=min(PREFETCH, plan.part_k * weight.element_size()),
-        num_warps=WARPS, num_stages=2 if exact else STAGES[rows],
+        HAS_BIAS=bias is not None, HAS_SCALES=scales is not None, EXACT=x.dtype == torch.float32,
+        PREFETCH_BYTES=min(plan.prefetch, plan.part_k * weight.element_size()),
+        num_warps=plan.warps, num_stages=plan.stages,
     )  # fmt: skip

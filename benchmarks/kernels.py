@@ -1,0 +1,496 @@
+"""Every kernel of a decode step beside cuBLAS or torch and beside its floor, at the shapes of Qwen3-8B.
+
+    python benchmarks/kernels.py [--out FILE.json] [--commit ID] [--only NAME ...]
+
+Needs one GPU, torch and triton. The floor is the bytes that must be read over the read bandwidth of the same run.
+Kernels are timed inside a CUDA graph that goes round several sets of inputs, larger together than the L2 cache.
+Where a kernel has settings, a few are tried (compiled first, in parallel) and the best is shown; settings that win are
+written into sparkchat/kernels by hand. The last lines are 36 layers and the head in one graph.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sparkchat.kernels.accept import AcceptBuffers
+from sparkchat.kernels.accept.kernel import launch_accept_block
+from sparkchat.kernels.attention import attention_workspace
+from sparkchat.kernels.attention.kernel import Tile, launch_decode_attention
+from sparkchat.kernels.gemm.kernel import launch_small_gemm
+from sparkchat.kernels.gemm.plan import Plan, plan_of
+from sparkchat.kernels.launch import overlap, started_by
+from sparkchat.kernels.markov import MarkovBuffers
+from sparkchat.kernels.markov.kernel import launch_markov_block
+from sparkchat.kernels.norm.kernel import launch_add_rms_norm
+from sparkchat.kernels.planner.kernel import launch_plan_lengths
+from sparkchat.kernels.rope.kernel import launch_write_qkv
+from sparkchat.kernels.sampling import DrawSettings
+
+HALF = torch.bfloat16
+D, INTER, HEADS, KV, DIM, VOCAB, RANK, LAYERS = 4096, 12288, 32, 8, 128, 151936, 256, 36
+ROTATE_BYTES = 400 << 20
+Run = Callable[[int], None]
+
+
+@dataclass
+class Case:
+    """Something to time."""
+
+    name: str
+    bytes: int
+    """That must be read."""
+    sets: int
+    """Sets of inputs; a run takes the number of one."""
+    variants: dict[str, Run]
+    peer: Run | None = None
+    found: dict[str, float] = field(default_factory=dict)
+
+
+class Maker:
+    """Makes tensors: random on a GPU; without contents on the CPU, where kernels are only compiled."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.is_real = device.type == "cuda"
+
+    def half(self, *shape: int, scale: float = 0.02) -> Tensor:
+        t = torch.empty(shape, dtype=HALF, device=self.device)
+        return t.normal_(0, scale) if self.is_real else t
+
+    def floats(self, *shape: int, scale: float = 1.0) -> Tensor:
+        t = torch.empty(shape, device=self.device)
+        return t.normal_(0, scale) if self.is_real else t
+
+    def ints(self, *values: int) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=self.device)
+
+    def sets(self, each: int) -> int:
+        return max(2, -(-ROTATE_BYTES // each)) if self.is_real else 1
+
+
+# Small products
+
+PRODUCTS = (
+    ("qkv", 6144, D, "partials"),
+    ("o", D, D, "partials"),
+    ("gate_up", 2 * INTER, D, "silu_mul"),
+    ("down", D, INTER, "partials"),
+    ("head", VOCAB, D, "none"),
+)
+TILES = ((64, 128, 3, 4), (64, 128, 4, 4), (64, 128, 5, 4), (64, 256, 3, 4), (64, 64, 8, 4), (128, 64, 6, 4),
+         (128, 128, 3, 4), (128, 128, 4, 8), (128, 128, 5, 4))  # fmt: skip
+"""Outputs, inputs of a tile, stages, warps."""
+
+
+def plans(weight: Tensor, epilogue: str, rows: int) -> Iterator[tuple[str, Plan]]:
+    """The plan in use, then others."""
+    k = weight.shape[1]
+    used = plan_of(weight, epilogue, max(16, rows))
+    yield f"used {used.block_out}x{used.block_k} split {used.splits} stages {used.stages} warps {used.warps}", used
+    for block_out, block_k, stages, warps in TILES:
+        for splits in (2, 4, 8) if epilogue == "partials" else (1,):
+            if splits == 2 and (block_out, block_k) != (64, 128):
+                continue
+            part = triton.cdiv(triton.cdiv(k, block_k), splits) * block_k
+            if stages * (block_out + max(16, rows)) * block_k * 2 <= 225_000:
+                name = f"{block_out}x{block_k} split {splits} stages {stages} warps {warps}"
+                yield name, Plan(block_out, block_k, splits, part, stages, warps)
+
+
+def product_cases(make: Maker) -> Iterator[Case]:
+    for name, n, k, epilogue in PRODUCTS:
+        for rows in (1, 8, 64):
+            yield product_case(make, name, n, k, epilogue, rows)
+
+
+def product_case(make: Maker, name: str, n: int, k: int, epilogue: str, rows: int) -> Case:
+    count = make.sets(2 * n * k)
+    weights = [make.half(n, k) for _ in range(count)]
+    x = make.half(rows, k, scale=1.0)
+    outs = torch.empty(8, rows, n, device=make.device)
+    up = torch.empty(rows, n // 2, dtype=HALF, device=make.device)
+
+    def runner(plan: Plan) -> Run:
+        out = up if epilogue == "silu_mul" else outs[: plan.splits] if epilogue == "partials" else outs[0]
+        return lambda i: launch_small_gemm(x, weights[i], out, None, None, epilogue, plan)
+
+    # One row runs the same program as sixteen; only larger tiles are searched again.
+    chosen = dict(plans(weights[0], epilogue, rows))
+    if rows == 1:
+        chosen = dict(list(chosen.items())[:1])
+    variants = {label: runner(plan) for label, plan in chosen.items()}
+    return Case(f"{name} {rows} rows", 2 * n * k, count, variants, lambda i: _drop(F.linear(x, weights[i])))
+
+
+def fp8_cases(make: Maker) -> Iterator[Case]:
+    for name, n, k, epilogue in PRODUCTS[:4]:
+        count, rows = make.sets(n * k), 8
+        weights = [torch.empty(n, k, dtype=torch.float8_e4m3fn, device=make.device) for _ in range(count)]
+        for weight in weights if make.is_real else ():
+            weight.copy_(make.half(n, k, scale=1.0))
+        scales, x = make.floats(-(-n // 128), -(-k // 128)), make.half(rows, k, scale=1.0)
+        outs = torch.empty(8, rows, n, device=make.device)
+        up = torch.empty(rows, n // 2, dtype=HALF, device=make.device)
+        used = plan_of(weights[0], epilogue)
+        variants: dict[str, Run] = {}
+        for block_out, stages, warps in ((64, 5, 4), (64, 4, 4), (64, 7, 4), (128, 4, 8), (64, 3, 4)):
+            plan = replace(used, block_out=block_out, stages=stages, warps=warps)
+            out = up if epilogue == "silu_mul" else outs[: plan.splits]
+            variants[f"{block_out}x128 split {plan.splits} stages {stages} warps {warps}"] = (
+                lambda i, plan=plan, out=out, weights=weights, scales=scales, x=x, epilogue=epilogue: launch_small_gemm(
+                    x, weights[i], out, scales, None, epilogue, plan
+                )
+            )
+        yield Case(f"{name} fp8 {rows} rows", n * k, count, variants)
+
+
+# Attention, norm, rope
+
+KEY_TILES = (Tile(64, 4, 3), Tile(64, 4, 2), Tile(64, 4, 4), Tile(128, 4, 2), Tile(128, 8, 2), Tile(32, 4, 5))
+
+
+def attention_cases(make: Maker) -> Iterator[Case]:
+    for requests, context, rows in ((1, 1024, 1), (1, 1024, 8), (1, 32768, 1), (1, 32768, 8), (32, 1024, 8)):
+        size = requests * context * 2 * KV * DIM * 2
+        count = make.sets(size)
+        capacity = context + 256
+        total = requests * rows
+        caches = [make.half(requests, 2 * KV, capacity, DIM, scale=1.0) for _ in range(count)]
+        q, out = make.half(total, HEADS, DIM, scale=1.0), make.half(total, HEADS, DIM)
+        space = attention_workspace(total, HEADS, DIM, capacity, make.device)
+        starts = make.ints(*range(0, total + 1, rows))
+        row = make.ints(*[r for r in range(requests) for _ in range(rows)])
+        at = make.ints(*[context + i for _ in range(requests) for i in range(rows)]).long()
+        ends = at + 1
+
+        def attend(i: int, tile: Tile, rows=rows, caches=caches, fixed=(q, starts, row, at, ends, out, space)) -> None:
+            q, starts, row, at, ends, out, space = fixed
+            launch_decode_attention(q, caches[i], starts, row, at, ends, out, space, rows, None, None, tile)
+
+        variants = {f"{t.keys} keys warps {t.warps} stages {t.stages}": partial(attend, tile=t) for t in KEY_TILES}
+
+        def peer(i: int, q=q, caches=caches, requests=requests, rows=rows, context=context) -> None:
+            keys, values = caches[i][:, :KV, :context], caches[i][:, KV:, :context]
+            queries = q.view(requests, rows, HEADS, DIM).transpose(1, 2)
+            _drop(F.scaled_dot_product_attention(queries, keys, values, enable_gqa=True))
+
+        yield Case(f"attention {requests}x{context} keys, {rows} rows", size, count, variants, peer)
+
+
+def small_cases(make: Maker) -> Iterator[Case]:
+    for rows in (1, 8, 64):
+        x, parts, out = make.floats(rows, D), make.floats(4, rows, D), make.half(rows, D)
+        weight = make.floats(D)
+        yield Case(
+            f"add + norm {rows} rows", 4 * rows * D * 5, 1,
+            {"used": lambda i, x=x, parts=parts, out=out, weight=weight: launch_add_rms_norm(
+                x, parts, weight, 1e-6, out, None)},
+            lambda i, x=x, weight=weight: _drop(F.rms_norm(x, (D,), weight)),
+        )  # fmt: skip
+        width = (HEADS + 2 * KV) * DIM
+        qkv, q, cache = make.floats(4, rows, width), make.half(rows, HEADS, DIM), make.half(1, 2 * KV, 2048, DIM)
+        at, row, rope, norm = make.ints(*range(rows)).long(), make.ints(*[0] * rows), make.floats(2048, DIM), make.floats(HEADS + KV, DIM)  # fmt: skip  # noqa: E501
+        yield Case(
+            f"qkv write {rows} rows", 4 * rows * width * 4, 1,
+            {"used": lambda i, qkv=qkv, q=q, cache=cache, at=at, row=row, rope=rope, norm=norm: launch_write_qkv(
+                qkv, at, row, rope, cache, q, norm, 1e-6, None)},
+        )  # fmt: skip
+
+
+# Sampling, acceptance, plan
+
+LAWS = {"greedy": (0.0, 0, 1.0), "T 1": (1.0, 0, 1.0), "T .7 k 20 p .8": (0.7, 20, 0.8), "T 1 p .95": (1.0, 0, 0.95)}
+
+
+def settings_of(make: Maker, requests: int, law: tuple[float, int, float]) -> DrawSettings:
+    settings = DrawSettings.empty(requests, make.device)
+    settings.temperature.fill_(law[0])
+    settings.top_k.fill_(law[1])
+    settings.top_p.fill_(law[2])
+    settings.seeds.copy_(torch.arange(requests))
+    return settings
+
+
+def logits_of(make: Maker, *shape: int) -> Tensor:
+    """Peaked as a language model's are: most of the mass on a few tokens."""
+    logits = make.floats(*shape, scale=2.0)
+    if make.is_real:
+        logits[..., ::3001] += 8
+    return logits
+
+
+def sampling_cases(make: Maker) -> Iterator[Case]:
+    width = 7
+    w1, w2 = make.half(VOCAB, RANK), make.half(VOCAB, RANK)
+    for requests, names in ((1, tuple(LAWS)), (8, ("greedy",)), (32, ("T .7 k 20 p .8",))):
+        base = logits_of(make, requests, width, VOCAB)
+        block, anchors = MarkovBuffers.empty(base), torch.zeros(requests, dtype=torch.int64, device=make.device)
+        rows = requests * (width + 1)
+        logits = logits_of(make, rows, VOCAB)
+        starts, lens = make.ints(*range(0, rows + 1, width + 1)), make.ints(*[width] * requests)
+        buffers = AcceptBuffers.empty(logits, requests, width)
+        for name in names:
+            settings = settings_of(make, requests, LAWS[name])
+            yield Case(
+                f"markov block {requests}x{width}, {name}", width * (VOCAB * RANK * 2 + 4 * requests * VOCAB), 1,
+                {"used": lambda i, base=base, anchors=anchors, settings=settings, block=block: launch_markov_block(
+                    base, w1, w2, anchors, settings, block, None, None, None)},
+            )  # fmt: skip
+            yield Case(
+                f"accept {requests}x{width}, {name}", 4 * rows * VOCAB, 1,
+                {"used": lambda i, logits=logits, starts=starts, lens=lens, settings=settings, buffers=buffers,
+                 block=block: launch_accept_block(logits, starts, lens, settings, buffers, block.tokens, block.laws,
+                                                  block.index, None, None)},
+            )  # fmt: skip
+    for requests in (1, 32, 256):
+        confidence, scale = make.floats(requests, width), torch.ones(width, device=make.device)
+        limits, out = make.ints(*[width] * requests), make.ints(*[0] * requests)
+        cost = torch.linspace(3, 9, 2100, dtype=torch.float64, device=make.device)
+        yield Case(
+            f"plan {requests}x{width}", 0, 1,
+            {"used": lambda i, confidence=confidence, scale=scale, limits=limits, cost=cost, out=out:
+             launch_plan_lengths(confidence, scale, limits, cost, out, 0, 0.0, None)},
+        )  # fmt: skip
+
+
+# A whole step
+
+
+class Step:
+    """36 layers and the head on static buffers."""
+
+    def __init__(self, make: Maker, rows: int, context: int = 1024) -> None:
+        layers = LAYERS if make.is_real else 1
+        self.weights = [
+            [make.half(n, k) for _, n, k, _ in PRODUCTS[:4]] for _ in range(layers)
+        ]  # fmt: skip
+        self.head = make.half(VOCAB, D)
+        self.parts = [torch.zeros(plan_of(w, "partials").splits, rows, w.shape[0], device=make.device)
+                      for w in (self.weights[0][0], self.weights[0][1], self.weights[0][3])]  # fmt: skip
+        self.x, self.h, self.norm = make.floats(rows, D), make.half(rows, D), torch.ones(D, device=make.device)
+        self.q, self.mixed, self.up = make.half(rows, HEADS, DIM), make.half(rows, HEADS, DIM), make.half(rows, INTER)
+        self.caches = [make.half(1, 2 * KV, context + 256, DIM, scale=1.0) for _ in range(layers)]
+        self.at = torch.arange(context, context + rows, device=make.device)
+        self.ends, self.row, self.starts = self.at + 1, make.ints(*[0] * rows), make.ints(0, rows)
+        self.rope, self.qk = make.floats(context + 256, DIM), torch.ones(HEADS + KV, DIM, device=make.device)
+        self.space = attention_workspace(rows, HEADS, DIM, context + 256, make.device)
+        self.logits = torch.empty(rows, VOCAB, device=make.device)
+        self.rows = rows
+        self.bytes = 2 * layers * sum(n * k for _, n, k, _ in PRODUCTS[:4]) + 2 * VOCAB * D
+
+    def run(self, prefetch: int) -> None:
+        def product(x: Tensor, weight: Tensor, out: Tensor, epilogue: str) -> None:
+            plan = replace(plan_of(weight, epilogue, max(16, self.rows)), prefetch=prefetch)
+            launch_small_gemm(x, weight, out, None, None, epilogue, plan)
+
+        qkv, o, down = self.parts
+        for (w_qkv, w_o, w_up, w_down), cache in zip(self.weights, self.caches, strict=True):
+            launch_add_rms_norm(self.x, down, self.norm, 1e-6, self.h, None)
+            product(self.h, w_qkv, qkv, "partials")
+            launch_write_qkv(qkv, self.at, self.row, self.rope, cache, self.q, self.qk, 1e-6, None)
+            launch_decode_attention(
+                self.q, cache, self.starts, self.row, self.at, self.ends, self.mixed, self.space, self.rows, None, None
+            )
+            product(self.mixed.view(self.rows, D), w_o, o, "partials")
+            launch_add_rms_norm(self.x, o, self.norm, 1e-6, self.h, None)
+            product(self.h, w_up, self.up, "silu_mul")
+            product(self.up, w_down, down, "partials")
+        launch_add_rms_norm(self.x, down, self.norm, 1e-6, self.h, None)
+        product(self.h, self.head, self.logits, "none")
+
+
+def time_steps(report: dict[str, Any], bandwidth: float) -> None:
+    make = Maker(torch.device("cuda"))
+    for rows in (1, 8):
+        step = Step(make, rows)
+        for prefetch in (None, *PREFETCHES):
+            with overlap(prefetch is not None):
+                us = time_graph(lambda i, step=step, prefetch=prefetch: step.run(prefetch or 0), 1, 1)
+            label = "no overlap" if prefetch is None else f"overlap, prefetch {prefetch}"
+            floor = step.bytes / bandwidth * 1e6
+            print(f"step {rows} rows, {label:24} {us:8.1f} us  {us / floor:5.2f} x floor {floor:.0f}", flush=True)
+            report.setdefault("steps", []).append({"rows": rows, "label": label, "us": us, "floor_us": floor})
+        del step
+
+
+# Timing
+
+
+def time_graph(run: Run, sets: int, launches: int, repeats: int = 7) -> float:
+    """Microseconds of one run, the median over replays of a graph of ``launches`` runs."""
+    for i in range(min(sets, 2)):
+        run(i)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(launches):
+            run(i % sets)
+    times = []
+    for number in range(repeats + 2):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        if number >= 2:
+            times.append(begin.elapsed_time(end) * 1e3 / launches)
+    return statistics.median(times)
+
+
+@triton.jit
+def _read(x_ptr, out_ptr, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out_ptr + tl.program_id(0), tl.sum(tl.load(x_ptr + at), axis=0))
+
+
+def read_bandwidth() -> float:
+    """Bytes per second of reading 4 GiB."""
+    block, count = 16384, 1 << 30
+    x = torch.ones(count, dtype=torch.int32, device="cuda")
+    out = torch.empty(count // block, dtype=torch.int32, device="cuda")
+    return 4 * count / (time_graph(lambda i: _read[(count // block,)](x, out, BLOCK=block, num_warps=8), 1, 1) / 1e6)
+
+
+def _drop(_: Tensor) -> None:
+    """A result that only had to be computed."""
+
+
+def compile_only(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+    kernel.warmup(*arguments, grid=grid, **options)
+
+
+GROUPS: dict[str, Callable[[Maker], Iterator[Case]]] = {
+    "products": product_cases,
+    "fp8": fp8_cases,
+    "attention": attention_cases,
+    "small": small_cases,
+    "sampling": sampling_cases,
+}
+PREFETCHES = (0, 512, 1024, 2048, 4096)
+
+
+def prepare(share: tuple[int, int, tuple[str, ...]]) -> int:
+    """Compile every n-th variant into Triton's cache, with tensors that have no contents."""
+    from triton.backends.compiler import GPUTarget
+
+    class Driver:
+        def get_current_target(self) -> GPUTarget:
+            return GPUTarget("cuda", 90, 32)
+
+        def get_current_device(self) -> int:
+            return 0
+
+        def get_current_stream(self, device: int) -> int:
+            return 0
+
+    first, step, names = share
+    triton.runtime.driver.set_active(Driver())
+    make, number, done = Maker(torch.device("cpu")), 0, 0
+    with started_by(compile_only):
+        for name in names:
+            for case in GROUPS[name](make):
+                for run in case.variants.values():
+                    if number % step == first:
+                        run(0)
+                        done += 1
+                    number += 1
+    with started_by(compile_only), overlap():
+        if first < len(PREFETCHES):
+            for rows in (1, 8):
+                Step(make, rows).run(PREFETCHES[first])
+                done += 1
+    return done
+
+
+def main() -> None:
+    options = parse_options()
+    names = tuple(options.only or GROUPS)
+    begin = time.perf_counter()
+    workers = max(1, min(14, (os.cpu_count() or 2) - 2))
+    with multiprocessing.get_context("fork").Pool(workers) as pool:
+        compiled = sum(pool.map(prepare, [(i, workers, names) for i in range(workers)], chunksize=1))
+    print(f"compiled {compiled} variants in {time.perf_counter() - begin:.0f} s", flush=True)
+    bandwidth = read_bandwidth()
+    print(f"read bandwidth {bandwidth / 1e12:.2f} TB/s")
+    report: dict[str, Any] = {**machine(options.commit), "read_bytes_per_second": bandwidth, "cases": []}
+    print(f"{'':34} {'us':>8} {'TB/s':>6} {'peer us':>8} {'floor':>7}  best settings")
+    for name in names:
+        for case in GROUPS[name](Maker(torch.device("cuda"))):
+            measure(case, bandwidth, report)
+            torch.cuda.empty_cache()
+    if not options.no_steps:
+        time_steps(report, bandwidth)
+    print(f"{time.perf_counter() - begin:.0f} s in all")
+    if options.out:
+        options.out.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def measure(case: Case, bandwidth: float, report: dict[str, Any]) -> None:
+    launches = max(4, min(40, 2 * case.sets))
+    for label, run in case.variants.items():
+        try:
+            case.found[label] = time_graph(run, case.sets, launches)
+        except triton.runtime.errors.OutOfResources as error:
+            print(f"{case.name}: {label} does not fit ({error})")
+    peer = None if case.peer is None else time_graph(case.peer, case.sets, launches)
+    if not case.found:
+        return
+    best = min(case.found, key=case.found.__getitem__)
+    us = case.found[best]
+    rate = case.bytes / us / 1e6
+    floor = case.bytes / bandwidth * 1e6
+    used = next(iter(case.found.values()))
+    print(
+        f"{case.name:34} {us:8.1f} {rate:6.2f} {'' if peer is None else format(peer, '.1f'):>8} {floor:7.1f}  {best}"
+        + (f"   (first: {used:.1f})" if used > 1.01 * us else ""),
+        flush=True,
+    )
+    report["cases"].append({"name": case.name, "bytes": case.bytes, "us": case.found, "peer_us": peer, "best": best})
+
+
+def machine(commit: str | None) -> dict[str, Any]:
+    if commit is None:
+        asked = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+        commit = asked.stdout.strip() or None
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "host": platform.platform(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "cuda": torch.version.cuda,
+        "commit": commit,
+    }
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--commit", help="what is measured, where the folder is no git checkout")
+    parser.add_argument("--only", nargs="+", choices=tuple(GROUPS))
+    parser.add_argument("--no-steps", action="store_true", help="leave out the 36 layers")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

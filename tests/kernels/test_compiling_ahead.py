@@ -1,0 +1,26 @@
+"""Every kernel compiles for the GPU it is written for, also where none is."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+AHEAD = Path(__file__).parent / "ahead.py"
+
+
+@pytest.mark.slow
+def test_all_kernels_compile(tmp_path: Path) -> None:
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    env |= {"PYTHONPATH": str(AHEAD.parents[2]), "TRITON_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, str(AHEAD)], env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = done.stdout.splitlines()
+    assert {line.split()[0] for line in lines} == {
+        "_add_bias", "_add_rms_norm", "_attend", "_draw_draft", "_draw_next", "_find_laws", "_join_spans", "_judge",
+        "_plan", "_small_gemm", "_test_drafts", "_weigh_rest", "_write_qkv", "block_statistics",
+    }  # fmt: skip
+    assert all("stack 0" in line for line in lines), done.stdout

@@ -1,0 +1,160 @@
+"""Numbers, laws and draws: the references against the engine's own, the kernels against the references."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.laws import SETTINGS, peaked_logits, settings_of
+from sparkchat.engine import rng, sampling
+from sparkchat.kernels.accept import AcceptBuffers
+from sparkchat.kernels.accept.kernel import launch_accept_block
+from sparkchat.kernels.markov import MarkovBuffers, markov_block
+from sparkchat.kernels.markov.kernel import launch_markov_block
+from sparkchat.kernels.sampling import DrawSettings, Laws
+from sparkchat.kernels.sampling.kernel import uniform
+from sparkchat.kernels.sampling.reference import laws_reference, uniforms_reference
+
+NAN = float("nan")
+
+
+def seeds_as_unsigned(settings: DrawSettings) -> list[int]:
+    return [seed % 2**64 for seed in settings.seeds.tolist()]
+
+
+def test_reference_numbers_are_the_engines(device: torch.device) -> None:
+    settings = settings_of(SETTINGS, torch.device("cpu"))
+    for kind in rng.DrawKind:
+        want = rng.uniforms(seeds_as_unsigned(settings), settings.rounds.tolist(), 0, 9, kind)
+        assert torch.equal(uniforms_reference(settings, 9, int(kind)), want)
+
+
+@triton.jit
+def _numbers(seeds_ptr, rounds_ptr, out_ptr, WIDTH: tl.constexpr, KIND: tl.constexpr):
+    request = tl.program_id(0)
+    slot = tl.arange(0, WIDTH)
+    u = uniform(tl.load(seeds_ptr + request), tl.load(rounds_ptr + request), slot, KIND)
+    tl.store(out_ptr + request * WIDTH + slot, u)
+
+
+def test_kernel_numbers_are_the_engines(device: torch.device) -> None:
+    settings = settings_of(SETTINGS, device)
+    for kind in range(3):
+        got = torch.full((len(SETTINGS), 8), NAN, dtype=torch.float64, device=device)
+        _numbers[(len(SETTINGS),)](settings.seeds, settings.rounds, got, WIDTH=8, KIND=kind)
+        assert torch.equal(got.cpu(), uniforms_reference(settings_of(SETTINGS, torch.device("cpu")), 8, kind))
+
+
+def test_reference_laws_are_the_engines() -> None:
+    logits = peaked_logits(len(SETTINGS), 1000, torch.device("cpu"))
+    settings, laws = settings_of(SETTINGS, torch.device("cpu")), Laws.empty(logits)
+    laws_reference(logits, torch.arange(len(SETTINGS)), settings, laws, slice(None))
+    want = sampling.probabilities(logits, *zip(*SETTINGS, strict=True))
+    torch.testing.assert_close(laws.probabilities(), want, atol=1e-7, rtol=1e-5)
+
+
+def kernel_laws(logits: Tensor, settings: DrawSettings) -> Laws:
+    """One row a request, on the path of the target's rows."""
+    requests = logits.shape[0]
+    buffers = AcceptBuffers.empty(logits, requests, 1)
+    for numbers in (buffers.laws.peak, buffers.laws.least, buffers.laws.scale, buffers.laws.temperature):
+        numbers.fill_(NAN)
+    starts = torch.arange(requests + 1, dtype=torch.int32, device=logits.device)
+    lens = torch.zeros(requests, dtype=torch.int32, device=logits.device)
+    launch_accept_block(logits, starts, lens, settings, buffers, None, None, None, None, None)
+    return buffers.laws
+
+
+@pytest.mark.parametrize("vocab", [1000, 128, 90, 20000])
+def test_kernel_laws(vocab: int, device: torch.device) -> None:
+    logits = peaked_logits(len(SETTINGS), vocab, device)
+    settings, want = settings_of(SETTINGS, device), Laws.empty(logits)
+    got = kernel_laws(logits, settings)
+    laws_reference(logits, torch.arange(len(SETTINGS)), settings, want, slice(None))
+    ours, theirs = got.probabilities(), want.probabilities()
+    assert torch.equal(ours > 0, theirs > 0)
+    torch.testing.assert_close(ours, theirs, atol=1e-7, rtol=2e-5)
+
+
+def test_a_nucleus_among_equal_tokens_takes_the_lowest_ids(device: torch.device) -> None:
+    logits = torch.zeros(2, 600, device=device)
+    logits[1, 300:] = 1.0
+    laws = kernel_laws(logits, settings_of([(1.0, 0, 0.5, 0.0), (1.0, 0, 0.25, 0.0)], device))
+    kept = laws.probabilities() > 0
+    assert kept[0].nonzero()[:, 0].tolist() == list(range(300))
+    first, count = 300, int(kept[1].sum())
+    assert kept[1].nonzero()[:, 0].tolist() == list(range(first, first + count))
+    share = 300 * 2.718281828 / (300 * 2.718281828 + 300)
+    assert count == -(-0.25 * 300 // share)
+
+
+def test_bf16_logits(device: torch.device) -> None:
+    logits = peaked_logits(len(SETTINGS), 1000, device).to(torch.bfloat16)
+    settings = settings_of(SETTINGS, device)
+    torch.testing.assert_close(
+        kernel_laws(logits, settings).probabilities(), kernel_laws(logits.float(), settings).probabilities()
+    )
+
+
+@pytest.mark.parametrize("bad", [NAN, float("inf")])
+def test_logits_that_are_no_numbers_are_reported(bad: float, device: torch.device) -> None:
+    logits = torch.randn(3, 300, device=device)
+    logits[1, 200] = bad
+    settings = settings_of([(1.0, 0, 1.0, 0.0)] * 3, device)
+    assert kernel_laws(logits, settings).peak.isnan().tolist() == [False, True, False]
+
+
+# The Markov loop
+
+
+def block(vocab: int, device: torch.device, rank: int = 24, width: int = 3) -> dict:
+    requests = len(SETTINGS)
+    base = peaked_logits(requests * width, vocab, torch.device("cpu")).view(requests, width, vocab).to(device)
+    return {
+        "base": base,
+        "w1": torch.randn(2 * vocab, rank, device=device) * 0.4,
+        "w2": torch.randn(vocab, rank, device=device) * 0.4,
+        "anchors": torch.randint(0, 2 * vocab, (requests,), device=device),
+    }
+
+
+@pytest.mark.parametrize("vocab", [300, 1024])
+@pytest.mark.parametrize("has_map", [False, True])
+def test_markov_block(vocab: int, has_map: bool, device: torch.device) -> None:
+    parts, settings = block(vocab, device), settings_of(SETTINGS, device)
+    mapping = torch.randperm(2 * vocab, device=device)[:vocab] if has_map else None
+    hidden = torch.randn(len(SETTINGS), 3, 50, device=device)
+    judge = (torch.randn(74, device=device), torch.randn(1, device=device))
+    found = []
+    for run in (launch_markov_block, markov_block):
+        base = parts["base"].clone()
+        buffers = MarkovBuffers.empty(base)
+        for numbers in (buffers.laws.peak, buffers.laws.scale, buffers.confidence):
+            numbers.fill_(NAN)
+        buffers.tokens.fill_(-7)
+        if run is markov_block:
+            run(base, parts["w1"], parts["w2"], parts["anchors"], settings, buffers, draft_to_target=mapping,
+                hidden=hidden, confidence=judge)  # fmt: skip
+        else:
+            run(base, parts["w1"], parts["w2"], parts["anchors"], settings, buffers, mapping, hidden, judge)
+        found.append((base, buffers))
+    (got_base, got), (want_base, want) = found
+    assert torch.equal(got.tokens, want.tokens)
+    assert torch.equal(got.index, want.index)
+    torch.testing.assert_close(got_base, want_base, atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(got.confidence, want.confidence, atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(got.laws.probabilities(), want.laws.probabilities(), atol=2e-5, rtol=1e-3)
+
+
+def test_without_a_sequential_head_drafts_come_from_the_base(device: torch.device) -> None:
+    parts, settings = block(300, device), settings_of(SETTINGS, device)
+    base, buffers = parts["base"].clone(), MarkovBuffers.empty(parts["base"])
+    launch_markov_block(base, None, None, parts["anchors"], settings, buffers, None, None, None)
+    assert torch.equal(base, parts["base"])
+    numbers = uniforms_reference(settings, 3, 0)
+    law = sampling.probabilities(base[3, :, :], *([x] * 3 for x in SETTINGS[3])).to(device)
+    assert buffers.tokens[3].tolist() == sampling.draw(law, numbers[3]).tolist()
+    assert buffers.tokens[0].tolist() == base[0].argmax(dim=-1).tolist()
