@@ -26,6 +26,7 @@ from sparkchat.engine.stored_temperatures import temperatures_of
 from sparkchat.engine.text_model import TextModel
 from sparkchat.errors import UsageError
 from sparkchat.models import load_drafter, load_target
+from sparkchat.models.deepseek_v4.loading import check_parts
 from sparkchat.params import MODES, LoadSpec
 from sparkchat.simulation import WHAT, SimulatedAcceptance, parse_simulation
 
@@ -43,6 +44,7 @@ def load_pair(spec: LoadSpec, progress: Progress) -> tuple[LoadedPair, TextModel
         torch.set_num_threads(spec.threads or max(1, len(os.sched_getaffinity(0)) // spec.tp))
     if spec.tp == 1:
         return _load_pair(spec, progress, device, None)
+    check_parts(Path(spec.model_path), spec.tp)
     _say(progress, "ranks", f"starting {spec.tp} processes")
     with ExitStack() as stack:
         team = Team(spec.tp, device)

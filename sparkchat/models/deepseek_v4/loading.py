@@ -15,7 +15,7 @@ from sparkchat.models.deepseek_v4.load_plan import packed_bytes, unpacked_bytes
 from sparkchat.models.deepseek_v4.model import DeepseekV4
 from sparkchat.models.deepseek_v4.mtp import MtpDrafter
 from sparkchat.models.deepseek_v4.scope import Scope
-from sparkchat.models.deepseek_v4.weights import DRAFTER_PREFIX, CheckpointSource, drafter_layout
+from sparkchat.models.deepseek_v4.weights import DRAFTER_PREFIX, CheckpointSource, check_ranks, drafter_layout
 from sparkchat.models.hf_config import ConfigFile, architecture_of, read_config
 from sparkchat.models.parallel import ALONE, Group
 from sparkchat.models.weights import read_json
@@ -93,16 +93,21 @@ def load_drafter(
     return drafter
 
 
+def check_parts(folder: Path, num_ranks: int) -> None:
+    """Raise UsageError where the model in ``folder`` is none that so many ranks can share."""
+    name = architecture_of(read_config(folder))
+    if name != ARCHITECTURE:
+        raise UsageError(f"{folder}: --tp {num_ranks} shares {ARCHITECTURE} alone, and this is {name}; leave it out")
+    check_ranks(read_v4_config(folder), num_ranks)
+
+
 def load_part(
     folder: Path, drafter: Path | None, *, device: torch.device, dtype: torch.dtype | None, group: Group
 ) -> tuple[DeepseekV4, DsparkDrafter | MtpDrafter | None]:
     """A rank's part of the target in ``folder`` and of the drafter in ``drafter``.
 
-    Raises as ``load_trunk`` and ``load_drafter`` do, and UsageError for other architectures.
+    Raises as ``load_trunk`` and ``load_drafter`` do.
     """
-    name = architecture_of(read_config(folder))
-    if name != ARCHITECTURE:
-        raise UsageError(f"{folder}: --tp {group.size} spreads {ARCHITECTURE} alone, and this is {name}; leave it out")
     target = load_trunk(folder, device=device, dtype=dtype, group=group)
     if drafter is None:
         return target, None

@@ -159,7 +159,9 @@ def check_ranks(config: DeepseekV4Config, num_ranks: int) -> None:
     }
     for what, size in sizes.items():
         if size % num_ranks:
-            raise UsageError(f"{num_ranks} GPUs cannot share the model's {size} {what} equally; give a number that can")
+            raise UsageError(
+                f"{num_ranks} devices cannot share the model's {size} {what} equally; give a number that can"
+            )
 
 
 class CheckpointSource:

@@ -102,9 +102,9 @@ def test_the_need_of_a_gpu_adds_caches_and_working_space(plans: dict[int, LoadPl
 
 
 def test_a_number_of_gpus_that_does_not_divide_is_refused(headers: Headers, config: DeepseekV4Config) -> None:
-    with pytest.raises(UsageError, match="3 GPUs cannot share the model's 64 attention heads"):
+    with pytest.raises(UsageError, match="3 devices cannot share the model's 64 attention heads"):
         plan_load(headers, config, 3)
-    with pytest.raises(UsageError, match="16 GPUs cannot share the model's 8 output groups"):
+    with pytest.raises(UsageError, match="16 devices cannot share the model's 8 output groups"):
         plan_load(headers, config, 16)
 
 

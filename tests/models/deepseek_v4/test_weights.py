@@ -238,7 +238,7 @@ def test_ranks_together_hold_every_shared_tensor_once(tiny: Path, num_ranks: int
 
 
 def test_a_number_of_ranks_that_does_not_divide_the_model_is_refused(tiny: Path) -> None:
-    with pytest.raises(UsageError, match="3 GPUs cannot share the model's 4 attention heads"):
+    with pytest.raises(UsageError, match="3 devices cannot share the model's 4 attention heads"):
         CheckpointSource(tiny, CONFIG, LAYOUT, num_ranks=3)
 
 
