@@ -150,6 +150,7 @@ class ScriptedEngine:
     def cancel(self, request_id: str) -> None:
         with self._wake:
             if self._running is not None and self._running.request.id == request_id:
+                self._end_step(self._running)
                 self._finish("cancelled")
             else:
                 self._waiting = [request for request in self._waiting if request.id != request_id]
@@ -211,6 +212,15 @@ class ScriptedEngine:
         running, self._running = self._running, None
         assert running is not None
         self._out.append((0.0, {"event": "end", "id": running.request.id, **self._end(running, reason)}))
+
+    def _end_step(self, running: _Running) -> None:
+        """Hand out what is under way, up to the step it belongs to: an engine stops between steps."""
+        event = running.event
+        while event is not None:
+            self._out.append((0.0, event))
+            following = next(running.events, None) if event["event"] == "delta" else None
+            event = following[1] if following is not None else None
+        running.event = None
 
     def _text_for(self, request: GenerateRequest) -> tuple[str, str]:
         """(thinking, answer) for the last thing that was asked."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ from fixtures.tokenizer import END_THINK, THINK
 from sparkchat.engine.engine import Engine
 from sparkchat.errors import UsageError
 from sparkchat.params import GenerateRequest, LoadSpec, SamplingParams
+from sparkchat.trace import TraceWriter, verify
 
 
 @pytest.fixture(scope="module")
@@ -82,3 +85,17 @@ def test_ending_the_thinking_closes_the_block_with_the_next_token(engine: Engine
     assert {event["channel"] for event in after if event["event"] == "delta" and event["token_ids"]} == {"answer"}
     modes = [event["mode"] for event in after if event["event"] == "step"]
     assert modes[0] == "off" and set(modes[1:]) == {"static"}
+
+
+def test_a_trace_with_changes_agrees_with_itself(engine: Engine, tmp_path: Path) -> None:
+    path = tmp_path / "t.spark.jsonl"
+    with TraceWriter(path) as writer:
+        writer.event({"event": "ready", "info": engine.info})
+        events = engine.submit(request("t", temperature=1.0, seed=1)) + steps(engine, 3)
+        events += engine.change("t", {"temperature": 0.0, "top_k": 3})
+        for event in events + rest(engine):
+            writer.event(event)
+    assert verify(path).ok
+    (line,) = [line for line in map(json.loads, path.read_text().splitlines()) if line["type"] == "setting_change"]
+    assert line["changes"] == {"temperature": {"from": 1.0, "to": 0.0}, "top_k": {"from": 0, "to": 3}}
+    assert line["turn"] == 0
