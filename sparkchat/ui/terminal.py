@@ -1,7 +1,7 @@
 """Leaving the terminal as it was found, however the program ends.
 
 The full-screen app restores the screen itself when it gets to. This guard covers the other ways out: signals, an
-exception, a thread that hangs. It also turns signals into exit codes.
+exception, a thread that hangs, and through its keeper even a sudden death. It also turns signals into exit codes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any
 
+from sparkchat.ui.terminal_keeper import TerminalKeeper
+
 EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
+_SCREEN_EXIT_CODES = {**EXIT_CODES, signal.SIGABRT: 134}
 
 _MODES_OFF = (
     "\x1b[?1000l\x1b[?1002l\x1b[?1003l\x1b[?1015l\x1b[?1016l\x1b[?1006l"  # every form of mouse reporting
@@ -46,6 +49,7 @@ class TerminalGuard:
         self._settings: list[Any] | None = None
         self._before: dict[int, Any] = {}
         self._watchdog: threading.Timer | None = None
+        self._keeper: TerminalKeeper | None = None
         self.exit_code: int | None = None
         self.is_clean = False
         """Set by the caller when the app has left the screen itself."""
@@ -55,8 +59,10 @@ class TerminalGuard:
             self._settings = termios.tcgetattr(sys.__stdin__.fileno())
         except (termios.error, ValueError, AttributeError):
             self._settings = None
-        for number in EXIT_CODES:
+        for number in _SCREEN_EXIT_CODES:
             self._before[number] = signal.signal(number, self._handle)
+        with suppress(ValueError, AttributeError):
+            self._keeper = TerminalKeeper(sys.__stderr__.fileno(), _LEAVE_SCREEN + _MODES_OFF + _SHOW)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -75,9 +81,11 @@ class TerminalGuard:
         if self._settings is not None:
             with suppress(termios.error, ValueError, AttributeError):
                 termios.tcsetattr(sys.__stdin__.fileno(), termios.TCSANOW, self._settings)
+        if self._keeper is not None:
+            self._keeper.dismiss()
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
-        self.exit_code = EXIT_CODES[signal.Signals(number)]
+        self.exit_code = _SCREEN_EXIT_CODES[signal.Signals(number)]
         if self._watchdog is not None:
             self._leave_now()
         self._watchdog = threading.Timer(GRACE_SECONDS, self._leave_now)

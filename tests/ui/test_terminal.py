@@ -24,7 +24,9 @@ def started(program: PtyProgram, prompt: str = "prose") -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, 130)], ids=str
+    ("number", "code"),
+    [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, 130), (signal.SIGABRT, 134)],
+    ids=str,
 )
 def test_a_signal_in_mid_answer_leaves_the_terminal_as_it_was(
     number: signal.Signals, code: int, tmp_path: Path
@@ -37,6 +39,38 @@ def test_a_signal_in_mid_answer_leaves_the_terminal_as_it_was(
         program.assert_restored()
     kinds = [json.loads(line)["type"] for line in trace.read_text().splitlines()]
     assert kinds[0] == "header" and "step" in kinds
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV], ids=str)
+def test_even_a_sudden_death_leaves_the_terminal_as_it_was(number: signal.Signals) -> None:
+    with PtyProgram(options=SLOW) as program:
+        started(program)
+        program.signal(number)
+        assert program.ended() == -number
+        program.until(lambda: program.mode_is_on(1049) is False)
+        program.read(0.3)
+        program.assert_restored()
+
+
+def test_nothing_watches_over_the_terminal_when_the_program_is_gone() -> None:
+    with PtyProgram() as program:
+        program.shows("ready")
+        terminal = os.ttyname(program.slave)
+        assert is_watched(terminal)
+        program.send("\x11")
+        assert program.ended() == 0
+        program.until(lambda: not is_watched(terminal), 10.0)
+
+
+def is_watched(terminal: str) -> bool:
+    """Whether a shell waits for the end of the program on this terminal."""
+    for path in Path("/proc").glob("[0-9]*/fd/4"):
+        try:
+            if os.readlink(path) == terminal and b"stty" in (path.parent.parent / "cmdline").read_bytes():
+                return True
+        except OSError:
+            continue
+    return False
 
 
 def test_quitting_leaves_the_terminal_as_it_was() -> None:
