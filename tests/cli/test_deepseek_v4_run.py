@@ -1,0 +1,68 @@
+"""DeepSeek V4 through ``run``: the checkpoint's own drafters, and thinking apart from the answer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cli.conftest import Cli
+from fixtures.deepseek_v4_script import ANSWER, MARKERS, THOUGHT, WORDS, write_script_v4
+from sparkchat.deepseek_prompt import ASSISTANT, BOS, END_THINK, THINK, USER
+
+SMALL = ("--device", "cpu", "--context", "128", "--temperature", "0")
+
+
+@pytest.fixture
+def folder_of(build_once: Callable[..., Any]) -> Callable[[str], Path]:
+    return lambda drafter: build_once(
+        f"v4-script-{drafter}", lambda path: write_script_v4(path / "v4", drafter=drafter)
+    )
+
+
+def prompt_ids(text: str, tag: str) -> list[int]:
+    ids = [MARKERS.index(BOS), MARKERS.index(USER), *(b for b in map(_byte_id, text)), MARKERS.index(ASSISTANT)]
+    return [*ids, MARKERS.index(tag)]
+
+
+def _byte_id(char: str) -> int:
+    return len(MARKERS) + ord(char)
+
+
+def test_dspark_drafts_and_thinking_has_a_channel_of_its_own(cli: Cli, folder_of: Callable[[str], Path]) -> None:
+    done = cli("run", folder_of("dspark"), "--think", "--mode", "static", "--jsonl", *SMALL, "Hi")
+    assert done.code == 0, done.err
+    events = [json.loads(line) for line in done.out.splitlines()]
+    result = events[-1]
+    texts: dict[str, str] = {"thinking": "", "answer": ""}
+    for event in events:
+        if event["event"] == "delta":
+            texts[event["channel"]] += event["text"]
+    assert texts == {"thinking": "".join(THOUGHT), "answer": "".join(ANSWER)}
+    assert (result["text"], result["thinking"]) == (texts["answer"], texts["thinking"])
+    assert result["prompt_token_ids"] == prompt_ids("Hi", THINK)
+    assert result["token_ids"] == [*(WORDS[w] for w in THOUGHT), MARKERS.index(END_THINK), *(WORDS[w] for w in ANSWER)]
+    assert result["finish_reason"] == "stop"
+    # One token from the prompt pass, a whole block with the model's own token behind it, then "." before the end token.
+    assert [event["correct_drafts"] for event in events if event["event"] == "step"] == [5, 1]
+
+
+def test_mtp_drafts_the_previews_answer_without_thinking(cli: Cli, folder_of: Callable[[str], Path]) -> None:
+    done = cli("run", folder_of("mtp"), "--no-think", "--mode", "static", "--block-size", "2", "--json", *SMALL, "Hi")
+    assert done.code == 0, done.err
+    result = done.json
+    assert (result["text"], result["finish_reason"]) == ("".join(ANSWER), "stop")
+    assert result["prompt_token_ids"] == prompt_ids("Hi", END_THINK)
+    # One token from the prompt pass, two drafts with "." behind them, and a step that meets the end token.
+    assert result["speculation"]["num_accepted_draft_tokens"] == result["speculation"]["num_steps"] == 2
+
+
+def test_a_chat_shows_thinking_apart_and_goes_on(cli: Cli, folder_of: Callable[[str], Path]) -> None:
+    done = cli("run", folder_of("dspark"), "--plain", "--think", *SMALL, stdin="Hi\nAgain\n/quit\n")
+    assert done.code == 0, done.err
+    assert done.out.count("".join(ANSWER)) == 2
+    assert done.out.count("thinking ...") == 2
+    assert "".join(THOUGHT) not in done.out and THINK not in done.out and END_THINK not in done.out
