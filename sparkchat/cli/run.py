@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -36,6 +37,15 @@ def run(
         str | None,
         typer.Option("--resume", metavar="CHAT", help="Go on with a kept chat: last, or its id.", show_default=False),
     ] = None,
+    engine: Annotated[
+        str | None,
+        typer.Option(
+            "--engine",
+            metavar="URL",
+            help="Chat with a running SGLang, vLLM, llama.cpp or sparkchat server instead.",
+            show_default=False,
+        ),
+    ] = None,
     plain: Annotated[bool, typer.Option("--plain", help="A line REPL instead of the full screen.")] = False,
     color: Annotated[str, typer.Option("--color", metavar="WHEN", help="auto, always or never.")] = "auto",
     ascii_: Annotated[bool, typer.Option("--ascii", help="Draw with ASCII characters only.")] = False,
@@ -44,29 +54,38 @@ def run(
     ids = _token_ids(prompt_ids)
     text = _prompt_text(tuple(prompt or ()), ids is not None, plain, ctx.params["raw"])
     _refuse_output(ctx, is_one_shot=ids is not None or text is not None)
+    make_engine: Callable[[], Any] | None = None
+    if engine is None:
+        config = prepare(ctx)
+    else:
+        from sparkchat.cli.remote import prepare_remote
+
+        config, make_engine = prepare_remote(ctx, engine)
     config = replace(
-        prepare(ctx),
+        config,
         prompt_ids=ids,
         output=_output(json_, jsonl),
         color=_color(color),
         ascii=ascii_,
         resume=resume,
     )
-    return _answer(config, ids if ids is not None else text, plain)
+    return _answer(config, ids if ids is not None else text, plain, make_engine)
 
 
-def _answer(config: RunConfig, prompt: str | tuple[int, ...] | None, plain: bool) -> int:
+def _answer(
+    config: RunConfig, prompt: str | tuple[int, ...] | None, plain: bool, make_engine: Callable[[], Any] | None
+) -> int:
     if prompt is not None:
         from sparkchat.ui.plain import run_one_shot
 
-        return run_one_shot(config, prompt)
+        return run_one_shot(config, prompt, make_engine)
     if plain or not environment.is_interactive():
         from sparkchat.ui.plain import run_repl
 
-        return run_repl(config)
+        return run_repl(config, make_engine)
     from sparkchat.ui.app import run_tui
 
-    return run_tui(config)
+    return run_tui(config, make_engine)
 
 
 def _prompt_text(words: tuple[str, ...], has_ids: bool, plain: bool, raw: bool) -> str | None:

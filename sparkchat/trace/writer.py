@@ -118,8 +118,8 @@ class TraceWriter:
                 seed=event["sampling"].get("seed"),
                 **rest,
                 prompt_token_ids=None if is_hidden else prompt,
-                **({"prompt_sha256": prompt_sha256(prompt)} if is_hidden else {}),
-                num_prompt_tokens=len(prompt),
+                **({"prompt_sha256": prompt_sha256(prompt)} if is_hidden and prompt is not None else {}),
+                num_prompt_tokens=None if prompt is None else len(prompt),
             )
         ]
 
@@ -155,6 +155,7 @@ class TraceWriter:
             name = event.get("error") or SparkchatError.__name__
             return [_line("error", turn=None, id=event["id"], error=name, message=result.get("error") or "")]
         fields = _without(result, "schema", "model", "drafter", "prompt_token_ids")
+        fields["speculation"] = _reported(result["speculation"])
         return [
             _line(
                 "end",
@@ -265,6 +266,11 @@ _HANDLERS = {
 def prompt_sha256(token_ids: Sequence[int]) -> str:
     """sha256 of the prompt's token ids written as decimals with commas between."""
     return hashlib.sha256(",".join(map(str, token_ids)).encode()).hexdigest()
+
+
+def _reported(speculation: Mapping[str, Any]) -> dict[str, Any]:
+    """Counts that an engine did not report have no place in the line; a mean and a reason may be null."""
+    return {k: v for k, v in speculation.items() if v is not None or k in ("mean_acceptance_length", "reason_off")}
 
 
 def _line(kind: str, **fields: Any) -> dict[str, Any]:

@@ -18,6 +18,8 @@ def badge_text(info: dict[str, Any], snapshot: Snapshot, mode: str, reason_off: 
     """
     if not info:
         return None
+    if info.get("mode_fixed"):
+        return str(info["mode_fixed"])
     if not info.get("drafter"):
         return f"no speculation: {reason_off or info.get('reason_off') or 'no drafter is loaded'}"
     if mode == "off":

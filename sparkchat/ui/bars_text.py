@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from sparkchat.ui.reported_view import reported_parts
 from sparkchat.ui.stats import Snapshot, number
 from sparkchat.ui.widgets.bars import Part
 
@@ -32,4 +33,6 @@ def status_parts(mode: str, state: str, snapshot: Snapshot) -> list[Part]:
             (4, f"verify {step.get('verify_len', '-')}", "text"),
             (5, f"step {number(step.get('step_ms'))}/{number(step.get('predicted_step_ms'))} ms", "dim"),
         ]
+    if snapshot.reported is not None:
+        parts += reported_parts(snapshot.reported)
     return [*parts, (7, "F1 help", "dim")]

@@ -198,7 +198,10 @@ class _Folder:
             self._moved.add(request_id)
             self._add_runs(request_id, self._texts[request_id].add_step(event))
             self._steps.append((event, self._texts[request_id].bonus_text))
-        elif kind not in ("delta", "step"):
+        elif kind == "figures" and request_id in self._stats:
+            self._stats[request_id].add_figures(event)
+            self._moved.add(request_id)
+        elif kind not in ("delta", "step", "figures"):
             if kind == "end" and request_id in self._texts:
                 self._add_runs(request_id, self._texts[request_id].flush())
             self._items.append(event)

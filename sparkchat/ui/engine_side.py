@@ -202,7 +202,9 @@ class EngineSide:
         self.state, self.failure = "ready", None
         for sentence in self.info.get("notices") or ():
             self._answers.note(sentence)
-        if not self.info.get("drafter"):
+        if self.info.get("mode_fixed"):
+            self.conversation.mode = self.info["mode"]
+        elif not self.info.get("drafter"):
             self.conversation.mode = "off"
         elif self.conversation.mode != self.info.get("mode"):
             self._bridge.set_mode(self.conversation.mode)

@@ -105,6 +105,7 @@ class LiveChat(EngineSide):
             raise UsageError("the engine is busy; esc stops an answer")
         if turn is None or not turn.answer.result:
             raise UsageError("/compare needs an answer to run again: ask something first")
+        self._refuse_fixed_mode()
         if not self.info.get("drafter"):
             raise UsageError("/compare needs a drafter: without one there is nothing to compare")
         self._comparison = Comparison(self.conversation.request_again(turn), turn.seed)
@@ -127,12 +128,17 @@ class LiveChat(EngineSide):
     def change_mode(self, mode: Mode) -> None:
         if self._is_replay:
             raise UsageError(REFUSAL)
+        self._refuse_fixed_mode()
         if mode != "off" and self.info and not self.info.get("drafter"):
             raise UsageError(f"mode {mode} needs a drafter: {self.info.get('reason_off') or 'none is loaded'}")
         if self.state == "ready":
             self._bridge.set_mode(mode)
         self.conversation.mode = mode
         self.flash(f"mode {mode}, from the next step on")
+
+    def _refuse_fixed_mode(self) -> None:
+        if self.info.get("mode_fixed"):
+            raise UsageError(f"the mode cannot be changed here: {self.info['mode_fixed']}")
 
     def sampling_changed(self, before: SamplingParams) -> str:
         now = self.conversation.sampling
@@ -159,6 +165,7 @@ class LiveChat(EngineSide):
 
     def cycle_mode(self) -> None:
         try:
+            self._refuse_fixed_mode()
             order = ("static", "compact", "cap-accept", "off")
             self.change_mode(order[(order.index(self.conversation.mode) + 1) % len(MODES)])
         except SparkchatError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from sparkchat.ui.glyphs import Glyphs
+from sparkchat.ui.reported_view import reported_rows
 from sparkchat.ui.safe_text import fit, text_width
 from sparkchat.ui.stats import Snapshot, number
 from sparkchat.ui.step_view import Row, step_rows, strip_rows
@@ -72,6 +73,8 @@ def number_rows(snapshot: Snapshot, info: Info, width: int, glyphs: Glyphs) -> l
 
 def panel_rows(snapshot: Snapshot, info: Info, width: int, height: int, glyphs: Glyphs) -> list[Row]:
     """The whole panel: side by side when it is wide, one above the other when it is tall."""
+    if snapshot.reported is not None:
+        return reported_rows(snapshot.reported, width, height, glyphs)
     if snapshot.step is None:
         return step_rows(snapshot, width, height, glyphs)
     if width >= 70:

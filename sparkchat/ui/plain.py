@@ -15,6 +15,7 @@ from sparkchat.ui.answering import Answerer, Signals
 from sparkchat.ui.bridge import Engine, Event
 from sparkchat.ui.progress import LoadingLine, use_color
 from sparkchat.ui.repl import run_repl
+from sparkchat.ui.reported_view import count
 from sparkchat.ui.safe_text import TerminalFilter, one_line
 from sparkchat.ui.stats import number
 from sparkchat.ui.trace_sink import TraceSink
@@ -181,8 +182,8 @@ def _print_numbers(result: dict[str, Any], file: TextIO | None = None) -> None:
     rows = [
         ("load duration", f"{number(timing['load_ms'])} ms"),
         ("time to first token", f"{number(timing['ttft_ms'])} ms"),
-        ("prompt tokens", f"{usage['prompt_tokens']} ({usage['cached_tokens']} cached)"),
-        ("answer tokens", f"{usage['completion_tokens']}"),
+        ("prompt tokens", f"{count(usage['prompt_tokens'])} ({count(usage['cached_tokens'])} cached)"),
+        ("answer tokens", count(usage["completion_tokens"])),
         ("decode duration", f"{number(timing['decode_ms'])} ms"),
         ("decode rate", f"{number(timing['tokens_per_second'], 2)} tokens/s"),
         ("mode", f"{result['mode']}"),
@@ -192,10 +193,11 @@ def _print_numbers(result: dict[str, Any], file: TextIO | None = None) -> None:
     else:
         accepted, verified = speculation["num_accepted_draft_tokens"], speculation["num_verified_draft_tokens"]
         rows += [
-            ("steps", f"{speculation['num_steps']}"),
+            ("steps", count(speculation["num_steps"])),
             (
                 "drafts accepted",
-                f"{accepted} of {verified} verified, {speculation['num_proposed_draft_tokens']} proposed",
+                f"{count(accepted)} of {count(verified)} verified, "
+                f"{count(speculation['num_proposed_draft_tokens'])} proposed",
             ),
             ("acceptance length", number(speculation["mean_acceptance_length"], 2)),
         ]

@@ -63,6 +63,8 @@ class Snapshot:
     """Rows of the answer so far that compact spared."""
     bytes_reclaimed: int = 0
     calibration: CalibrationNumbers | None = None
+    reported: dict[str, Any] | None = None
+    """What an engine without step records says about the answer so far (``figures`` events)."""
 
     @property
     def mean_acceptance_length(self) -> float | None:
@@ -88,6 +90,11 @@ class AnswerStats:
         self._predicted_ms = _Mean()
         self._reported: float | None = None
         self._calibration = RunningCalibration()
+        self._figures: dict[str, Any] | None = None
+
+    def add_figures(self, figures: dict[str, Any]) -> None:
+        self._figures = figures
+        self._counts["tokens"] = max(self._counts["tokens"], figures.get("num_tokens") or 0)
 
     def add_tokens(self, count: int) -> None:
         self._counts["tokens"] += count
@@ -168,6 +175,7 @@ class AnswerStats:
             rows_reclaimed=counts["rows_reclaimed"],
             bytes_reclaimed=counts["bytes_reclaimed"],
             calibration=self._calibration.numbers,
+            reported=self._figures,
         )
 
 
