@@ -27,8 +27,9 @@ from sparkchat.models.deepseek_v4.stack import Stack
 from sparkchat.models.deepseek_v4.vocabulary import VocabularyHead, VocabularyRows
 from sparkchat.models.dspark.heads import ConfidenceHead, VanillaHead
 
-SPARE_POSITIONS = 64
-"""Positions a ring holds beside the window, the block's own among them; a rewind may go back over the rest."""
+SPARE_POSITIONS = 272
+"""Positions a ring holds beside the window, the block's own among them; a rewind may go back over the rest. More than
+the target's rings have for their longest span, so that it is never the drafter that an edit goes too far back for."""
 
 
 @dataclass(frozen=True)
