@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -87,8 +87,15 @@ def known_repositories(paths: Paths) -> set[str]:
     return found
 
 
-def find_model(argument: str | None, paths: Paths) -> ModelRef:
-    """Understand a MODEL argument. Raises ModelNotFound with the nearest known name."""
+def find_model(argument: str | None, paths: Paths, profile: str | None = None) -> ModelRef:
+    """Understand a MODEL argument. Raises ModelNotFound with the nearest known name.
+
+    ``profile``: a profile by name or file. Without MODEL it is what is run; beside MODEL its drafter, options and
+    tables are laid over those of MODEL, whose files stay.
+    """
+    if profile is not None:
+        chosen = chosen_profile(profile, paths)
+        return _from_profile(chosen) if argument is None else _under(find_model(argument, paths), chosen)
     name = DEFAULT_MODEL if argument is None else argument
     if name.startswith("hf:"):
         source = parse_hub_name(name)
@@ -99,6 +106,37 @@ def find_model(argument: str | None, paths: Paths) -> ModelRef:
     if name and (Path(name).expanduser().exists() or _looks_like_path(name)):
         return ModelRef("local", name, path=checked_model_path(Path(name).expanduser(), name))
     raise ModelNotFound(_unknown_model(name, paths))
+
+
+def chosen_profile(name: str, paths: Paths) -> Profile:
+    """What ``--profile`` names: a profile, or a TOML file. Raises UsageError with the nearest known name."""
+    if name.endswith(".toml") or "/" in name:
+        file = Path(name).expanduser()
+        return merge_profiles((read_profile(file, "user"),))
+    found = load_profile(name, paths)
+    if found is None:
+        near = nearest(name, profile_files(paths))
+        hint = f"did you mean {near}?" if near else f"known: {', '.join(sorted(profile_files(paths)))}"
+        raise UsageError(f"--profile {name} is unknown; {hint} (or give a .toml file)")
+    return found
+
+
+_OF_ANY_MODEL = ("model.chat_template", "model.thinking")
+"""Keys of [model] that say how to talk to it, rather than which one it is."""
+
+
+def _under(model: ModelRef, chosen: Profile) -> ModelRef:
+    """The model with another profile laid over its own."""
+    above = tuple(
+        replace(layer, values={key: v for key, v in layer.values.items() if _is_of_any_model(key)})
+        for layer in chosen.files
+    )
+    below = model.profile.files if model.profile is not None else ()
+    return replace(model, profile=replace(merge_profiles((*below, *above)), name=model.name))
+
+
+def _is_of_any_model(key: str) -> bool:
+    return not key.startswith("model.") or key in _OF_ANY_MODEL
 
 
 def parse_hub_name(text: str) -> HubSource:
@@ -134,7 +172,7 @@ def find_drafter(choice: str | None, model: ModelRef, paths: Paths) -> DrafterRe
         if choice.startswith("hf:"):
             return DrafterRef(sources=(parse_hub_name(choice),))
         return DrafterRef(path=_drafter_folder(Path(choice).expanduser(), choice))
-    if model.profile is not None:
+    if model.profile is not None and (model.kind == "profile" or _names_drafter(model.profile)):
         found = _profile_drafter(model.profile, paths)
         if found.is_inner and model.path is not None:
             check_inner_drafter(found, model.path, model.name)
@@ -176,6 +214,10 @@ def check_inner_drafter(drafter: DrafterRef, path: Path, name: str) -> None:
             f"profile {name} asks for a {drafter.kind or 'dspark'} drafter in the model's own checkpoint, "
             f"which carries {has}; change its [drafter] kind, or give --drafter none"
         )
+
+
+def _names_drafter(profile: Profile) -> bool:
+    return any(key.startswith("drafter.") for key in profile.settings)
 
 
 def _profile_drafter(profile: Profile, paths: Paths) -> DrafterRef:

@@ -96,15 +96,43 @@ def memory() -> Memory:
     except (OSError, ValueError, KeyError, IndexError):
         return Memory(None, None)
     limit = _group_limit()
-    return Memory(min(total, limit), min(available, limit)) if limit is not None else Memory(total, available)
+    if limit is None:
+        return Memory(total, available)
+    return Memory(min(total, limit), min(available, _group_left(limit)))
+
+
+_GROUP = Path("/sys/fs/cgroup")
 
 
 def _group_limit() -> int | None:
     try:
-        text = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
+        text = (_GROUP / "memory.max").read_text(encoding="ascii").strip()
     except OSError:
         return None
     return int(text) if text.isdigit() else None
+
+
+def _group_left(limit: int) -> int:
+    """What the control group may still take: file pages that can be dropped do not count as taken."""
+    try:
+        used = int((_GROUP / "memory.current").read_text(encoding="ascii"))
+        lines = (_GROUP / "memory.stat").read_text(encoding="ascii").splitlines()
+    except (OSError, ValueError):
+        return limit
+    pages = {key: int(value) for key, value in (line.split() for line in lines if len(line.split()) == 2)}
+    return max(0, limit - used + pages.get("inactive_file", 0) + pages.get("active_file", 0))
+
+
+def has_bf16_product() -> bool:
+    """Whether this processor multiplies bfloat16 matrices (models/linear.py asks oneDNN itself)."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return True
+    flags = set(next((line.split(":", 1)[1] for line in text.splitlines() if line.startswith("flags")), "").split())
+    if not flags:
+        return True
+    return {"avx512bw", "avx512vl", "avx512dq"} <= flags or "avx_ne_convert" in flags
 
 
 def processor() -> str:

@@ -1,14 +1,18 @@
-"""Whether a model fits this machine, with numbers, before anything of it is fetched."""
+"""Whether a model fits this machine, with numbers, before anything of it is fetched or loaded."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sparkchat import environment
-from sparkchat.catalog import ModelRef
+from sparkchat import environment, inventory
+from sparkchat.catalog import DrafterRef, ModelRef
 from sparkchat.errors import NotEnoughMemory
+from sparkchat.headers import UnreadableHeader
+from sparkchat.memory_plan import SMALLEST_CONTEXT, MemoryPlan, Setting, plan_memory
+from sparkchat.paths import Paths
 from sparkchat.profile import Profile
 from sparkchat.resolve import Resolution
+from sparkchat.store import human
 
 
 @dataclass(frozen=True)
@@ -18,6 +22,8 @@ class Machine:
     devices: tuple[int, ...]
     """Bytes of each GPU, or of the main memory alone; empty when it cannot be told."""
     has_gpus: bool
+    free: tuple[int, ...] = ()
+    """Of these, what nobody has taken; empty when it cannot be told."""
 
     def describe(self) -> str:
         if not self.devices:
@@ -39,10 +45,12 @@ def this_machine(device: str) -> Machine:
     """``device`` as the option is given: auto, cpu, cuda or cuda:N."""
     gpus = () if device == "cpu" or not environment.torch_has_cuda() else environment.gpus()
     if gpus:
-        first = int(device.partition(":")[2] or 0)
-        return Machine(tuple(gpu.memory_bytes for gpu in gpus[first:]), has_gpus=True)
-    total = environment.memory().total_bytes
-    return Machine(() if total is None else (total,), has_gpus=False)
+        gpus = gpus[int(device.partition(":")[2] or 0) :]
+        sizes, free = (tuple(getattr(gpu, name) for gpu in gpus) for name in ("memory_bytes", "free_bytes"))
+        return Machine(sizes, has_gpus=True, free=free)
+    memory = environment.memory()
+    total, available = memory.total_bytes, memory.available_bytes
+    return Machine(() if total is None else (total,), False, () if available is None else (available,))
 
 
 def needs_of(profile: Profile | None) -> dict[int, float]:
@@ -62,6 +70,90 @@ def refuse_too_large(options: Resolution, model: ModelRef) -> None:
             f"{model.name} needs {describe_needs(needs)} (by number of devices), "
             f"and this machine has {machine.describe()}; choose a smaller model, see `sparkchat list`"
         )
+
+
+def setting_of(options: Resolution, machine: Machine, num_requests: int, num_devices: int | None = None) -> Setting:
+    """How these options would run on this machine."""
+    return Setting(
+        device="cuda" if machine.has_gpus else "cpu",
+        dtype=options["dtype"],
+        num_devices=options["tp"] if num_devices is None else num_devices,
+        num_requests=num_requests,
+        has_graphs=machine.has_gpus and options["graphs"] is not False,
+        has_bf16_product=environment.has_bf16_product(),
+    )
+
+
+def plan_for(
+    model: ModelRef, drafter: DrafterRef, paths: Paths, setting: Setting, *, ask_hub: bool = False
+) -> MemoryPlan | None:
+    """The memory plan of a pair from the headers of its files; None where they are not there or not understood.
+
+    ``ask_hub``: headers of what is not on disk are asked of the hub, and what that raises is raised here.
+    """
+    try:
+        target = inventory.headers(model.path, model.sources, paths, ask_hub=ask_hub)
+        if target is None:
+            return None
+        draft = None
+        if drafter.is_present and not drafter.is_inner:
+            draft = inventory.headers(drafter.path, drafter.sources, paths, ask_hub=ask_hub)
+            if draft is None:
+                return None
+        return plan_memory(target, draft, setting, inner_drafter=drafter.is_inner)
+    except UnreadableHeader:
+        return None
+
+
+def free_on(machine: Machine, num_devices: int) -> int | None:
+    """Free bytes of the fullest device that would be used; None when unknown, or when there are not so many."""
+    return min(machine.free[:num_devices]) if 0 < num_devices <= len(machine.free) else None
+
+
+def fitting_context(plan: MemoryPlan, machine: Machine, asked: int | None, name: str) -> int | None:
+    """The context to run with: None leaves it to the model; a smaller number when the model's own does not fit.
+
+    ``asked``: a context that was typed, which is honoured or refused. Raises NotEnoughMemory with the numbers.
+    """
+    free = free_on(machine, plan.num_devices)
+    wanted = min(plan.max_context if asked is None else asked, plan.max_context)
+    if free is None or plan.total(wanted) <= free:
+        return None
+    largest = plan.largest_context(free)
+    if asked is None and largest >= min(SMALLEST_CONTEXT, plan.max_context):
+        return largest
+    shown = wanted if asked is not None else min(SMALLEST_CONTEXT, plan.max_context)
+    ways = [f"--context {largest}"] if asked is not None and largest >= SMALLEST_CONTEXT else []
+    if plan.drafter and plan.total(shown) - plan.drafter <= free:
+        ways.append("--drafter none")
+    raise NotEnoughMemory(
+        f"{name} needs {human(plan.total(shown))} ({describe_parts(plan, shown)}), and {human(free)} is free; "
+        f"give {' or '.join([*ways, 'a smaller model'])}, or free some memory"
+    )
+
+
+def describe_parts(plan: MemoryPlan, context: int) -> str:
+    """e.g. ``weights 16.4 GB, drafter 2.3 GB, cache of 8,192 tokens 2.4 GB, graphs 0.1 GB, working space 1.4 GB``"""
+    names = {"cache": f"cache of {context:,} tokens", "working": "working space"}
+    parts = plan.parts(context).items()
+    return ", ".join(f"{names.get(part, part)} {human(size)}" for part, size in parts if size)
+
+
+def describe_plan(plan: MemoryPlan, machine: Machine, context: int | None) -> list[str]:
+    """Lines for people: what is needed at a context, and the largest one that fits."""
+    context = plan.max_context if context is None else min(context, plan.max_context)
+    each = f" on each of {plan.num_devices} devices" if plan.num_devices > 1 else ""
+    lines = [f"{human(plan.total(context))}{each}: {describe_parts(plan, context)}"]
+    free = free_on(machine, plan.num_devices)
+    if free is None:
+        return [*lines, f"not known whether it fits: {machine.describe()}"]
+    largest = plan.largest_context(free)
+    if largest < min(SMALLEST_CONTEXT, plan.max_context):
+        return [*lines, f"DOES NOT FIT: {human(free)} is free"]
+    return [
+        *lines,
+        f"the largest context that fits in {human(free)} free is {largest:,} of {plan.max_context:,} tokens",
+    ]
 
 
 def _gb(size: int) -> str:

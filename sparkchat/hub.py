@@ -7,11 +7,13 @@ when every one of its files is whole. Nothing is asked of the network when every
 from __future__ import annotations
 
 import fnmatch
+import json
 import os
 import re
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -28,6 +30,15 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
 
 from sparkchat.errors import DamagedFile, ModelNotFound, NoAccess, SparkchatError, Unreachable
+from sparkchat.headers import (
+    Headers,
+    Read,
+    UnreadableHeader,
+    bytes_reader,
+    folder_headers,
+    read_gguf,
+    safetensors_head,
+)
 from sparkchat.paths import Paths
 from sparkchat.profile import HubSource
 from sparkchat.snapshot import (
@@ -392,3 +403,54 @@ def _range_start(headers: Any) -> int | None:
 def _short(error: BaseException) -> str:
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= 120 else text[:117] + "..."
+
+
+def remote_headers(source: HubSource) -> Headers:
+    """The headers of a model that is not on this machine, a few kilobytes of each file.
+
+    Raises what ``list_files`` raises, and UnreadableHeader.
+    """
+    listing, token = list_files(source), _token()
+
+    def reader(file: RemoteFile) -> Read:
+        def read(offset: int, count: int) -> bytes:
+            count = min(count, file.size - offset)
+            if count <= 0:
+                return b""
+            return _asked(source, token, lambda: _read_range(listing, file, offset, count))
+
+        return read
+
+    if source.file is not None:
+        return read_gguf(reader(listing.files[0]))
+    by_name = {file.path: file for file in listing.files}
+    if "config.json" not in by_name:
+        raise UnreadableHeader("no config.json")
+    text = reader(by_name["config.json"])(0, by_name["config.json"].size)
+    shards = [reader(file) for file in listing.files if file.path.endswith(".safetensors")]
+    try:
+        config = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UnreadableHeader(f"config.json: {error}") from None
+    with ThreadPoolExecutor(8) as pool:
+        return folder_headers(config, [bytes_reader(data) for data in pool.map(safetensors_head, shards)])
+
+
+def _read_range(listing: Listing, file: RemoteFile, offset: int, count: int) -> bytes:
+    """Some bytes of a file; whatever more a server sends that ignores ranges is not waited for."""
+    url = hf_hub_url(listing.repo, file.path, revision=listing.commit)
+    headers = build_hf_headers(token=_token() or False) | {"Accept-Encoding": "identity"}
+    headers["Range"] = f"bytes={offset}-{offset + count - 1}"
+    with get_session().stream("GET", url, headers=headers, follow_redirects=True, timeout=_read_seconds()) as response:
+        if response.status_code >= 400:
+            response.read()
+            hf_raise_for_status(response)
+        skip = 0 if response.status_code == 206 else offset
+        if response.status_code == 206 and _range_start(response.headers) != offset:
+            raise UnreadableHeader(f"{file.path}: another part of the file than was asked for")
+        data = b""
+        for chunk in response.iter_raw():
+            data += chunk
+            if len(data) >= skip + count:
+                break
+    return data[skip : skip + count]

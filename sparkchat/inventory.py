@@ -8,9 +8,10 @@ from typing import Literal
 
 from sparkchat import package_index, snapshot
 from sparkchat.errors import DamagedFile, ModelNotFound, NoAccess, SparkchatError, Unreachable
+from sparkchat.headers import Headers, local_headers
 from sparkchat.paths import Paths
 from sparkchat.profile import HubSource, Source, WheelSource
-from sparkchat.store import free_bytes, locked_now, remove_tree, sha256_of
+from sparkchat.store import ensure_space, free_bytes, locked_now, remove_tree, sha256_of
 
 Verdict = Literal["ok", "damaged", "unchecked"]
 
@@ -44,6 +45,23 @@ def local_files(path: Path | None, sources: tuple[Source, ...], paths: Paths) ->
     return [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
 
 
+def headers(path: Path | None, sources: tuple[Source, ...], paths: Paths, *, ask_hub: bool) -> Headers | None:
+    """Headers of a model's files: of those on disk, or with ``ask_hub`` of the first source that is a repository.
+
+    None where there are none to read. Raises UnreadableHeader, and with ``ask_hub`` what ``pull`` would raise.
+    """
+    if path is None:
+        path = next((found for source in sources if (found := _cached(source, paths)) is not None), None)
+    if path is not None:
+        return local_headers(path)
+    first = sources[0] if sources else None
+    if not ask_hub or not isinstance(first, HubSource):
+        return None
+    from sparkchat import hub
+
+    return hub.remote_headers(first)
+
+
 def plan(sources: tuple[Source, ...], name: str, paths: Paths, *, offline: bool) -> Plan:
     """The first source that answers, and its sizes. Raises what ``pull`` would raise."""
     if local_files(None, sources, paths):
@@ -73,6 +91,29 @@ def _plan(source: Source, paths: Paths) -> Plan:
 def free_for(plans: list[tuple[str, Plan]], paths: Paths) -> int:
     """Free bytes of the fullest disk that would be written to."""
     return min((free_bytes(plan.folder) for _, plan in plans), default=free_bytes(paths.models))
+
+
+def ensure_space_for_all(parts: list[tuple[str, tuple[Source, ...]]], paths: Paths) -> None:
+    """Raise NotEnoughDisk before the first byte of a pair whose parts fit one by one, but not together.
+
+    Says nothing where a source does not answer: the fetch will.
+    """
+    missing = [sources for _, sources in parts if sources and not is_on_disk(sources, paths)]
+    if len(missing) < 2:
+        return
+    try:
+        plans = [plan(sources, "", paths, offline=False) for sources in missing]
+    except SparkchatError:
+        return
+    need, fullest = sum(part.disk_bytes for part in plans), min(plans, key=lambda part: free_bytes(part.folder))
+    ensure_space(fullest.folder, need, " and ".join(part.source for part in plans))
+
+
+def is_on_disk(sources: tuple[Source, ...], paths: Paths) -> bool:
+    try:
+        return any(_cached(source, paths) is not None for source in sources)
+    except DamagedFile:
+        return False
 
 
 def verify(path: Path | None, sources: tuple[Source, ...], paths: Paths) -> list[Checked]:

@@ -57,10 +57,21 @@ RequiredModel = Annotated[
     typer.Argument(metavar="MODEL", help="Profile name, hf:org/repo[@revision], a model folder or a .gguf file."),
 ]
 
+ProfileName = Annotated[
+    str | None,
+    _flag("--profile", metavar="NAME", help="Drafter and options of this profile or .toml file, over MODEL's own."),
+]
 Mode = Annotated[str | None, _flag("--mode", metavar="NAME", help="Verify mode: off, static, compact or cap-accept.")]
 Drafter = Annotated[str | None, _flag("--drafter", metavar="WHERE", help="Drafter: a folder, hf:org/repo, or none.")]
 BlockSize = Annotated[
     int | None, _flag("--block-size", metavar="N", help="Draft tokens per step, up to the drafter's.")
+]
+AcceptCap = Annotated[
+    int | None, _flag("--accept-cap", metavar="N", help="Commit at most N drafts a step; with --mode cap-accept.")
+]
+DraftTemperature = Annotated[
+    str | None,
+    _flag("--draft-temperature", metavar="NAME", help="What drafts are drawn at: target, or adaptive."),
 ]
 Temperature = Annotated[
     float | None, _flag("--temperature", metavar="F", help="0 is greedy. Applied before the filters.")
@@ -89,7 +100,7 @@ System = Annotated[str | None, _flag("--system", metavar="TEXT", help="System te
 Raw = Annotated[bool, _flag("--raw", help="The prompt is the exact text: no chat template.")]
 Think = Annotated[bool | None, _flag("--think/--no-think", help="Thinking mode, where the model has one.")]
 Device = Annotated[str | None, _flag("--device", metavar="NAME", help="auto, cpu, cuda or cuda:N.")]
-Tp = Annotated[int | None, _flag("--tp", metavar="N", help="Devices to spread the model over; 1 in this version.")]
+Tp = Annotated[int | None, _flag("--tp", metavar="N", help="Devices that share the model (DeepSeek V4 alone).")]
 Dtype = Annotated[str | None, _flag("--dtype", metavar="NAME", help="auto, float32 or bfloat16.")]
 ContextLength = Annotated[int | None, _flag("--context", metavar="N", help="Tokens of context to make room for.")]
 Graphs = Annotated[bool | None, _flag("--graphs/--no-graphs", help="CUDA graphs; a GPU is needed.")]
@@ -111,6 +122,7 @@ Verbose = Annotated[bool, _flag("--verbose", help="Statistics on stderr.")]
 AsJson = Annotated[bool, _flag("--json", help="One JSON object on stdout.")]
 
 PAIR: dict[str, tuple[Any, Any]] = {
+    "profile": (ProfileName, None),
     "drafter": (Drafter, None),
     "block_size": (BlockSize, None),
     "device": (Device, None),
@@ -133,6 +145,8 @@ LAWS: dict[str, tuple[Any, Any]] = {
 """How tokens are drawn."""
 ANSWERING: dict[str, tuple[Any, Any]] = {
     "mode": (Mode, None),
+    "accept_cap": (AcceptCap, None),
+    "draft_temperature": (DraftTemperature, None),
     **LAWS,
     "logit_bias": (LogitBias, None),
     "min_tokens": (MinTokens, None),

@@ -13,10 +13,11 @@ import typer
 from sparkchat import environment, inventory, strict_json
 from sparkchat.catalog import DrafterRef, ModelRef, find_drafter, find_model, profile_files
 from sparkchat.cli import arguments as a
+from sparkchat.cli.memory import memory_report
 from sparkchat.cli.output import as_json, data, note, printable, table
 from sparkchat.cli.prepare import chosen_model
 from sparkchat.cli.progress import fetch_progress
-from sparkchat.errors import DamagedFile, ModelNotFound, NotEnoughDisk, SparkchatError
+from sparkchat.errors import DamagedFile, ModelNotFound, NotEnoughDisk, SparkchatError, UsageError
 from sparkchat.fit import describe_needs, needs_of, this_machine
 from sparkchat.locate import is_offline, refetch
 from sparkchat.params import CostTable
@@ -69,22 +70,26 @@ def show(
     ctx: typer.Context,
     model: a.Model = None,
     resolved: Annotated[bool, typer.Option("--resolved", help="Every option, and where its value came from.")] = False,
+    profile: a.ProfileName = None,
+    context: a.ContextLength = None,
     json_: a.AsJson = False,
 ) -> None:
-    """What MODEL is: sources, licence, drafter, defaults; --resolved names the source of every value."""
+    """What MODEL is: sources, licence, drafter, memory, defaults; --resolved names the source of every value."""
     paths = user_paths()
-    found = find_model(chosen_model(model), paths)
+    found = find_model(chosen_model(model), paths, profile)
     settings = dict(found.profile.settings) if found.profile is not None else {}
     if resolved:
         settings = _resolved(found, settings)
     drafter = find_drafter(settings["drafter"].value if resolved else None, found, paths)
-    report = _description(found, drafter, settings, paths)
+    report = _description(found, drafter, settings, paths) | memory_report(found, drafter, context, paths)
     if json_:
         as_json(report)
         return
     for key in ("name", "kind", "path", "state", "drafter", "reason_off", "memory", "machine"):
         if report[key] is not None:
             data(f"{key.ljust(_KEY_WIDTH)}  {printable(str(report[key]))}")
+    for number, line in enumerate(report["memory_plan"]["lines"] if report["memory_plan"] else ()):
+        data(f"{('' if number else 'memory plan').ljust(_KEY_WIDTH)}  {printable(line)}")
     for key, setting in settings.items():
         data(f"{key.ljust(_KEY_WIDTH)}  {printable(_shown(setting.value))}  ({printable(setting.source)})")
 
@@ -157,23 +162,29 @@ def _shown(value: Any) -> str:
 def pull(
     model: a.Model = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be fetched, and fetch nothing.")] = False,
+    profile: a.ProfileName = None,
+    context: a.ContextLength = None,
     json_: a.AsJson = False,
     offline: a.Offline = False,
 ) -> None:
     """Fetch MODEL and its drafter; what is whole on this machine is not fetched again."""
     paths = user_paths()
-    found = find_model(chosen_model(model), paths)
+    found = find_model(chosen_model(model), paths, profile)
     drafter = find_drafter(None, found, paths)
     parts = [("model", found.sources), ("drafter", drafter.sources)]
     parts = [(what, sources) for what, sources in parts if sources]
     if dry_run:
-        _dry_run(found, parts, paths, as_json_=json_, offline=is_offline(offline))
+        memory = memory_report(found, drafter, context, paths, ask_hub=not is_offline(offline))
+        _dry_run(found, parts, paths, memory, as_json_=json_, offline=is_offline(offline))
         return
+    if context is not None:
+        raise UsageError("--context has no meaning for a fetch; add --dry-run to see what it takes, or leave it out")
     if is_offline(offline):
         raise ModelNotFound(
             f"pull {found.name} cannot fetch offline; drop --offline (or SPARKCHAT_OFFLINE, HF_HUB_OFFLINE)"
         )
     pulled = {}
+    inventory.ensure_space_for_all(parts, paths)
     with fetch_progress() as progress:
         for what, sources in parts:
             located = refetch(sources, found.name, paths, progress)
@@ -187,7 +198,15 @@ def pull(
         data(f"{found.name} is a local path; nothing to fetch")
 
 
-def _dry_run(model: ModelRef, parts: list[tuple[str, Any]], paths: Paths, *, as_json_: bool, offline: bool) -> None:
+def _dry_run(
+    model: ModelRef,
+    parts: list[tuple[str, Any]],
+    paths: Paths,
+    memory_plan: dict[str, Any],
+    *,
+    as_json_: bool,
+    offline: bool,
+) -> None:
     """Bytes, disk and memory before the first byte; exit 5 when the disk is too small."""
     plans = [(what, inventory.plan(sources, model.name, paths, offline=offline)) for what, sources in parts]
     to_fetch, to_hold = sum(plan.fetch_bytes for _, plan in plans), sum(plan.disk_bytes for _, plan in plans)
@@ -208,7 +227,11 @@ def _dry_run(model: ModelRef, parts: list[tuple[str, Any]], paths: Paths, *, as_
         "memory_bytes": None if needed is None else int(needed * 1e9),
         "memory_available_bytes": memory,
         "memory_fits": None if needed is None or memory is None else needed * 1e9 <= memory,
-    }
+    } | memory_plan
+    if memory_plan["memory_plan"]:
+        plan = memory_plan["memory_plan"]
+        report |= {"memory_bytes": plan["total_bytes"], "memory_available_bytes": plan["free_bytes"]}
+        report["memory_fits"] = None if plan["largest_context"] is None else plan["fits"]
     if as_json_:
         as_json(report)
     else:
@@ -216,7 +239,10 @@ def _dry_run(model: ModelRef, parts: list[tuple[str, Any]], paths: Paths, *, as_
             state = "on disk already" if part["cached"] else f"{human(part['bytes'])} from {part['source']}"
             data(f"{part['part']}: {printable(state)}")
         data(f"disk: {human(to_hold)} needed, {human(free)} free, {'fits' if report['disk_fits'] else 'DOES NOT FIT'}")
-        data(f"memory: {_memory_line(needed, memory)}")
+        for line in memory_plan["memory_plan"]["lines"] if memory_plan["memory_plan"] else ():
+            data(f"memory: {line}")
+        if not memory_plan["memory_plan"]:
+            data(f"memory: {_memory_line(needed, memory)}")
         if len(needs) > 1:
             data(f"memory by number of devices: {describe_needs(needs)}; this machine: {_machine_line(needs)}")
     if not report["disk_fits"]:

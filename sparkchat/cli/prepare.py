@@ -10,10 +10,12 @@ import typer
 
 from sparkchat.catalog import DrafterRef, ModelRef, check_inner_drafter, find_drafter, find_model
 from sparkchat.cli.arguments import session, typed_flags
+from sparkchat.cli.memory import refuse_before_fetch, within_memory
 from sparkchat.cli.progress import fetch_progress
 from sparkchat.config import RunConfig
 from sparkchat.errors import SparkchatError, UsageError
 from sparkchat.fit import refuse_too_large
+from sparkchat.inventory import is_on_disk
 from sparkchat.locate import Located, is_offline, locate
 from sparkchat.paths import Paths, user_paths
 from sparkchat.resolve import Resolution, build_config, refuse_impossible, resolve_options
@@ -28,17 +30,19 @@ def chosen_model(argument: str | None) -> str | None:
 def prepare(ctx: typer.Context) -> RunConfig:
     """Resolve every option, refuse what cannot be honoured, and bring the files onto this machine."""
     paths, params = user_paths(), ctx.params
-    model = find_model(chosen_model(params["model"]), paths)
+    model = find_model(chosen_model(params["model"]), paths, params.get("profile"))
     options = resolve_options(model.profile, typed_flags(ctx), os.environ)
     drafter = find_drafter(options["drafter"], model, paths)
     if params.get("dummy_weights", False):
         model, drafter = dummy_shapes(model, drafter, paths)
     refuse_impossible(options, model, drafter)
-    _refuse_pointless(ctx, options)
+    refuse_pointless(ctx, options)
     _refuse_simulation(params.get("simulate_acceptance"), drafter)
     refuse_too_large(options, model)
-    trace = _trace_path(params["trace"], params["force"])
-    offline = is_offline(params["offline"])
+    trace = trace_path(params.get("trace"), params.get("force", False))
+    offline, num_requests = is_offline(params["offline"]), params.get("concurrency") or 1
+    if not offline and model.path is None and not is_on_disk(model.sources, paths):
+        refuse_before_fetch(model, drafter, options, paths, num_requests)
     with fetch_progress() as progress:
         found = (
             Located(model.path) if model.path else locate(model.sources, model.name, paths, progress, offline=offline)
@@ -53,30 +57,33 @@ def prepare(ctx: typer.Context) -> RunConfig:
     # What a model can do is known for certain only now that it is here.
     refuse_impossible(options, replace(model, path=found.path), drafter)
     config = build_config(options, model, drafter, (found, found_drafter), paths)
+    context, notices = within_memory(config, replace(model, path=found.path), drafter, options, paths, num_requests)
     spec = replace(
         config.spec,
+        context=context,
         dummy_weights=params.get("dummy_weights", False),
         simulate_acceptance=params.get("simulate_acceptance"),
     )
     return replace(
         config,
         spec=spec,
+        notices=(*config.notices, *notices),
         raw=params.get("raw", False),
         trace_path=trace,
-        trace_force=params["force"],
-        verbose=params["verbose"],
+        trace_force=params.get("force", False),
+        verbose=params.get("verbose", False),
         argv=session(ctx).argv,
         debug=session(ctx).debug,
     )
 
 
-def _refuse_pointless(ctx: typer.Context, options: Resolution) -> None:
+def refuse_pointless(ctx: typer.Context, options: Resolution) -> None:
     """Options that another option leaves no room for."""
     if ctx.params.get("raw"):
         for name in ("system", "think"):
             if options.is_typed(name):
                 raise UsageError(f"{options.asked(name)} has no place with --raw, which sends the exact text; drop one")
-    if ctx.params["force"] and ctx.params["trace"] is None:
+    if ctx.params.get("force") and ctx.params["trace"] is None:
         raise UsageError("--force overwrites a trace file, but no --trace FILE was given; add it, or drop --force")
 
 
@@ -106,7 +113,7 @@ def _refuse_simulation(text: str | None, drafter: DrafterRef) -> None:
         )
 
 
-def _trace_path(path: Path | None, force: bool) -> Path | None:
+def trace_path(path: Path | None, force: bool) -> Path | None:
     """Refused now rather than after a model has been loaded."""
     if path is None:
         return None

@@ -11,13 +11,13 @@ RUN = """
 --mode --drafter --block-size --temperature --top-p --top-k --min-p --repetition-penalty --presence-penalty
 --frequency-penalty --logit-bias --min-tokens --max-tokens --stop --ignore-eos --seed --system --raw --prompt-ids
 --think --no-think --device --tp --dtype --context --graphs --no-graphs --offline --trace --force --json --jsonl
---plain --resume --verbose --color --ascii --dummy-weights --simulate-acceptance
+--plain --resume --verbose --color --ascii --dummy-weights --simulate-acceptance --profile
 """
 ONLY_RUN = {"--prompt-ids", "--json", "--jsonl", "--plain", "--resume", "--color", "--ascii"}
 OTHERS = {
     "list": {"--json"},
-    "show": {"--resolved", "--json"},
-    "pull": {"--dry-run", "--json", "--offline"},
+    "show": {"--resolved", "--json", "--profile", "--context"},
+    "pull": {"--dry-run", "--json", "--offline", "--profile", "--context"},
     "rm": {"--json"},
     "verify": {"--json"},
     "doctor": {"--json", "--offline"},
@@ -44,5 +44,5 @@ def test_the_options_of_every_command() -> None:
 def test_the_commands() -> None:
     names = set(get_command(app).commands)  # type: ignore[attr-defined]
     assert {"run", "batch", *OTHERS, "trace"} <= names
-    assert names <= {"run", "batch", *OTHERS, "trace", "train"}
+    assert names <= {"run", "batch", *OTHERS, "trace", "train", "serve", "tune", "bench"}
     assert isinstance(app, typer.Typer)

@@ -1,0 +1,223 @@
+"""What a model is made of, from the headers of its files alone: names, formats and shapes, on disk or over the network.
+
+Reads safetensors folders and GGUF files with the standard library only, so that a memory plan needs neither torch nor
+the weights.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+Read = Callable[[int, int], bytes]
+"""(offset, count) -> bytes of a file; fewer at its end."""
+
+INDEX = "model.safetensors.index.json"
+_LONGEST = 100 << 20
+_FIRST = 1 << 16
+"""Bytes asked for at once: most headers of a shard are smaller."""
+_BITS = {
+    **dict.fromkeys(("F64", "I64", "U64"), 64),
+    **dict.fromkeys(("F32", "I32", "U32"), 32),
+    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 16),
+    **dict.fromkeys(("I8", "U8", "BOOL", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 8),
+    "F4": 4,
+}
+
+
+class UnreadableHeader(Exception):
+    """Not a header, or of a kind that is not known; the loader says what is wrong with it."""
+
+
+@dataclass(frozen=True)
+class Tensor:
+    name: str
+    """As Hugging Face names it."""
+    dtype: str
+    """By safetensors' name, or GGUF's (Q4_1)."""
+    shape: tuple[int, ...]
+
+    @property
+    def count(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        """As it is stored."""
+        if self.dtype in GGUF_BLOCKS:
+            size, values = GGUF_BLOCKS[self.dtype]
+            return self.count // values * size
+        return self.count * _BITS.get(self.dtype, 16) // 8
+
+
+@dataclass(frozen=True)
+class Headers:
+    """A model without its weights."""
+
+    config: dict[str, Any]
+    """config.json; of a GGUF file the same keys, as far as they are needed."""
+    tensors: tuple[Tensor, ...]
+
+    @property
+    def is_gguf(self) -> bool:
+        return "gguf" in self.config
+
+
+def local_headers(path: Path) -> Headers:
+    """Of a model folder or a .gguf file. Raises UnreadableHeader."""
+    try:
+        if path.is_file():
+            return read_gguf(_reader(path))
+        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        index = path / INDEX
+        if index.is_file():
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+            files = [path / str(name) for name in names]
+        else:
+            files = sorted(path.glob("*.safetensors"))
+        return folder_headers(config, [_reader(file) for file in files])
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+        raise UnreadableHeader(f"{path}: {error}") from None
+
+
+def folder_headers(config: Any, shards: Iterable[Read]) -> Headers:
+    """Raises UnreadableHeader."""
+    tensors = [tensor for read in shards for tensor in read_safetensors(read)]
+    if not isinstance(config, dict) or not tensors:
+        raise UnreadableHeader("no config, or no weights")
+    return Headers(config, tuple(tensors))
+
+
+def _reader(file: Path) -> Read:
+    def read(offset: int, count: int) -> bytes:
+        with file.open("rb") as stream:
+            stream.seek(offset)
+            return stream.read(count)
+
+    return read
+
+
+def bytes_reader(data: bytes) -> Read:
+    return lambda offset, count: data[offset : offset + count]
+
+
+def safetensors_head(read: Read) -> bytes:
+    """The length and the header of a file, as they stand in it. Raises UnreadableHeader."""
+    data = read(0, _FIRST)
+    if len(data) < 8:
+        raise UnreadableHeader("not safetensors")
+    (length,) = struct.unpack("<Q", data[:8])
+    if length > _LONGEST:
+        raise UnreadableHeader("not safetensors")
+    return data[: 8 + length] + read(len(data), max(0, 8 + length - len(data)))
+
+
+def read_safetensors(read: Read) -> list[Tensor]:
+    """8 bytes of length, then a JSON object. Raises UnreadableHeader."""
+    data = safetensors_head(read)
+    try:
+        entries = json.loads(data[8:])
+        return [
+            Tensor(name, str(entry["dtype"]), tuple(int(size) for size in entry["shape"]))
+            for name, entry in entries.items()
+            if name != "__metadata__"
+        ]
+    except (struct.error, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise UnreadableHeader(f"not safetensors ({error})") from None
+
+
+_GGUF_KINDS = {0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 8: "Q8_0", 30: "BF16"}
+GGUF_BLOCKS = {"Q4_0": (18, 32), "Q4_1": (20, 32), "Q8_0": (34, 32)}
+"""Bytes and values of a block."""
+_GGUF_NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_GGUF_TEXT, _GGUF_ARRAY = 8, 9
+_GGUF_KEYS = {
+    "block_count": "num_hidden_layers",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.sliding_window": "sliding_window",
+    "context_length": "max_position_embeddings",
+}
+"""GGUF's key behind the architecture -> config.json's."""
+_GGUF_NAMES = {"token_embd.weight": "model.embed_tokens.weight", "output.weight": "lm_head.weight"}
+
+
+class _Cursor:
+    """Reads a stream of little-endian values through ``Read``, a megabyte at a time."""
+
+    def __init__(self, read: Read) -> None:
+        self._read, self._data, self._at = read, b"", 0
+        self._end = 0
+
+    def take(self, count: int) -> bytes:
+        if count > _LONGEST or self._end > _LONGEST:
+            raise UnreadableHeader("not GGUF")
+        while len(self._data) - self._at < count:
+            more = self._read(self._end, max(1 << 20, count))
+            if not more:
+                raise UnreadableHeader("the file ends within its header")
+            self._end += len(more)
+            self._data, self._at = self._data[self._at :] + more, 0
+        self._at += count
+        return self._data[self._at - count : self._at]
+
+    def number(self, code: str) -> Any:
+        return struct.unpack("<" + code, self.take(struct.calcsize("<" + code)))[0]
+
+    def text(self) -> str:
+        return self.take(self.number("Q")).decode("utf-8", errors="replace")
+
+    def value(self, kind: int) -> Any:
+        """A value; of a list only its length is kept."""
+        if kind == _GGUF_TEXT:
+            return self.text()
+        if kind == _GGUF_ARRAY:
+            inner, count = self.number("I"), self.number("Q")
+            if inner in _GGUF_NUMBERS:
+                self.take(struct.calcsize("<" + _GGUF_NUMBERS[inner]) * count)
+            else:
+                for _ in range(count):
+                    self.value(inner)
+            return count
+        if kind not in _GGUF_NUMBERS:
+            raise UnreadableHeader(f"GGUF value of kind {kind}")
+        return self.number(_GGUF_NUMBERS[kind])
+
+
+def read_gguf(read: Read) -> Headers:
+    """Raises UnreadableHeader, also for formats of weights that are not planned for."""
+    cursor = _Cursor(read)
+    if cursor.take(4) != b"GGUF" or cursor.number("I") not in (2, 3):
+        raise UnreadableHeader("not GGUF")
+    num_tensors, num_values = cursor.number("Q"), cursor.number("Q")
+    values: dict[str, Any] = {}
+    for _ in range(num_values):
+        key = cursor.text()
+        values[key] = cursor.value(cursor.number("I"))
+    tensors = [_gguf_tensor(cursor) for _ in range(num_tensors)]
+    family = str(values.get("general.architecture", ""))
+    config = {ours: values[f"{family}.{key}"] for key, ours in _GGUF_KEYS.items() if f"{family}.{key}" in values}
+    config |= {"gguf": family, "model_type": family}
+    config["tie_word_embeddings"] = all(tensor.name != "lm_head.weight" for tensor in tensors)
+    return Headers(config, tuple(tensors))
+
+
+def _gguf_tensor(cursor: _Cursor) -> Tensor:
+    name = cursor.text()
+    num_axes = cursor.number("I")
+    if num_axes > 8:
+        raise UnreadableHeader("not GGUF")
+    shape = tuple(cursor.number("Q") for _ in range(num_axes))[::-1]
+    kind = cursor.number("I")
+    cursor.number("Q")
+    if kind not in _GGUF_KINDS:
+        raise UnreadableHeader(f"{name}: weights of GGUF kind {kind}")
+    return Tensor(_GGUF_NAMES.get(name, name), _GGUF_KINDS[kind], shape)
