@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +132,8 @@ def _difference(a: AnswerTokens, b: AnswerTokens) -> dict[str, Any] | None:
     # Pieces may hold several tokens: what both had said before is certain from the earlier one on.
     at = min(a.text_before(index), b.text_before(index))
     text_a, text_b = a.text, b.text
-    at += len(os.path.commonprefix([text_a[at : at + CONTEXT], text_b[at : at + CONTEXT]]))
+    ahead = zip(text_a[at : at + CONTEXT], text_b[at : at + CONTEXT], strict=False)
+    at += sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], ahead))
     return {
         "id": a.key,
         "turn": {"a": a.number, "b": b.number},

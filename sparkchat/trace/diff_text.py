@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from sparkchat.strict_json import dumps
+from sparkchat.trace.export.words import one_line, visible
 
 MOST_SHOWN = 20
 """Differing answers that are shown; ``--json`` has more."""
@@ -53,10 +54,10 @@ def _difference(found: Mapping[str, Any]) -> Iterator[str]:
         f"{where}: first difference at token {found['index'] + 1} "
         f"(A has {number['a']} tokens, line {line['a']}; B has {number['b']}, line {line['b']})"
     )
-    yield f"  both: …{dumps(found['before'])}"
+    yield f"  both: …{_quoted(found['before'])}"
     for side in ("a", "b"):
         chosen = f"token {token[side]}" if token[side] is not None else f"ended ({found['finish_reason'][side]})"
-        yield f"  {side.upper()}:    {chosen} {dumps(found['after'][side])}…"
+        yield f"  {side.upper()}:    {chosen} {_quoted(found['after'][side])}…"
     yield f"  {found['reason'] or 'same question and settings: they part by rounding, or one engine is wrong'}"
 
 
@@ -77,8 +78,13 @@ def _change(name: str, change: Mapping[str, Any]) -> str:
 
 
 def _setting(value: Any) -> str:
-    text = value if isinstance(value, str) else dumps(value)
+    text = one_line(value) if isinstance(value, str) else _quoted(value)
     return text if len(text) <= 100 else f"{text[:100]}…"
+
+
+def _quoted(value: Any) -> str:
+    """As JSON, on one line, with nothing that a terminal would take for a command."""
+    return visible(dumps(value))
 
 
 def _number(value: float | None) -> str:

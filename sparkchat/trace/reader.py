@@ -16,6 +16,7 @@ from sparkchat.trace.schema import FAMILY, LINE_TYPES, SCHEMA, shape_problem
 
 MOST_LINE_BYTES = 16 * 2**20
 """A prompt or an answer of a million tokens fits; a longer line is damage."""
+_CHUNK = 2**16
 MOST_LISTED = 100
 """Damaged lines that are named one by one; the others are counted."""
 MOST_OPEN_ANSWERS = 4096
@@ -92,8 +93,8 @@ def located_lines(path: Path, file: BinaryIO) -> Iterator[tuple[int, TraceLine |
             if not isinstance(found, str):
                 num_read += 1
                 yield offset, found
-            elif raw.strip():
-                is_cut = not raw.endswith(b"\n")
+            elif raw is None or raw.strip():
+                is_cut = raw is not None and not raw.endswith(b"\n")
                 line = DamagedLine(number, "cut off: the line has no end" if is_cut else found, is_cut)
                 first_damage = first_damage or line
                 yield offset, line
@@ -126,22 +127,24 @@ def opened(path: Path) -> BinaryIO:
         raise SparkchatError(f"trace {path} cannot be read: {error.strerror}") from None
 
 
-def _raw_lines(file: BinaryIO) -> Iterator[tuple[bytes, int]]:
-    """(line, its length in bytes); of a line that is too long only the beginning, with a line end."""
+def _raw_lines(file: BinaryIO) -> Iterator[tuple[bytes | None, int]]:
+    """(line, its length in bytes); None for a line that is too long."""
     while raw := file.readline(MOST_LINE_BYTES + 1):
         length = len(raw)
-        if length > MOST_LINE_BYTES and not raw.endswith(b"\n"):
-            while (rest := file.readline(MOST_LINE_BYTES)) and not rest.endswith(b"\n"):
-                length += len(rest)
-            length += len(rest)
-            yield raw + b"\n", length
-        else:
+        if length <= MOST_LINE_BYTES or raw.endswith(b"\n"):
             yield raw, length
+            continue
+        del raw
+        while rest := file.readline(_CHUNK):
+            length += len(rest)
+            if rest.endswith(b"\n"):
+                break
+        yield None, length
 
 
-def _parse(path: Path, number: int, raw: bytes, *, is_first: bool) -> TraceLine | str:
+def _parse(path: Path, number: int, raw: bytes | None, *, is_first: bool) -> TraceLine | str:
     """The line, or the reason it cannot be used."""
-    if len(raw) > MOST_LINE_BYTES:
+    if raw is None or len(raw) > MOST_LINE_BYTES:
         return f"longer than {MOST_LINE_BYTES >> 20} MiB"
     try:
         data = loads(raw.removeprefix(b"\xef\xbb\xbf"))

@@ -69,12 +69,29 @@ def _is_text(value: Any) -> bool:
 
 
 def _list_of(check: Check) -> Check:
-    return lambda value: isinstance(value, list) and all(check(item) for item in value)
+    return lambda value: isinstance(value, list) and all(map(check, value))
 
 
-def _block_of(check: Check) -> Check:
+def _is_ids(value: Any) -> bool:
+    # Lists are most of a file: types and bounds are asked of a list at once, not of each entry.
+    return _is_list_of(value, int) and (not value or (min(value) >= 0 and max(value) < _LIMIT))
+
+
+def _is_numbers(value: Any) -> bool:
+    return _is_list_of(value, float, type(None)) or _list_of(lambda item: item is None or _is_number(item))(value)
+
+
+def _is_texts(value: Any) -> bool:
+    return _is_list_of(value, str)
+
+
+def _is_list_of(value: Any, *types: type) -> bool:
+    return isinstance(value, list) and set(map(type, value)).issubset(types)
+
+
+def _block(check: Check) -> Check:
     """A list with an entry for each draft of a block, or for each row of it."""
-    return lambda value: isinstance(value, list) and len(value) <= _LONGEST_BLOCK + 1 and all(map(check, value))
+    return lambda value: isinstance(value, list) and len(value) <= _LONGEST_BLOCK + 1 and check(value)
 
 
 def _is_delta(value: Any) -> bool:
@@ -82,8 +99,8 @@ def _is_delta(value: Any) -> bool:
         isinstance(value, dict)
         and _is_text(value.get("text"))
         and _is_text(value.get("channel"))
-        and _list_of(_is_count)(value.get("token_ids"))
-        and _list_of(_is_text)(value.get("origins", []))
+        and _is_ids(value.get("token_ids"))
+        and _is_texts(value.get("origins", []))
     )
 
 
@@ -100,7 +117,7 @@ def _is_reject(value: Any) -> bool:
 def _is_cost_table(value: Any) -> bool:
     if not isinstance(value, dict):
         return False
-    return all(_list_of(_is_number)(value.get(name, [])) for name in ("rows", "step_ms"))
+    return all(_is_numbers(value.get(name, [])) for name in ("rows", "step_ms"))
 
 
 def _is_speculation(value: Any) -> bool:
@@ -110,7 +127,7 @@ def _is_speculation(value: Any) -> bool:
     counts = [value.get(name, 0) for name in COUNT_FIELDS]
     lists = [value.get(name, []) for name in LIST_FIELDS]
     mean = value.get("mean_acceptance_length")
-    return all(map(_is_count, counts)) and all(map(_list_of(_is_count), lists)) and (mean is None or _is_number(mean))
+    return all(map(_is_count, counts)) and all(map(_is_ids, lists)) and (mean is None or _is_number(mean))
 
 
 def _is_timing(value: Any) -> bool:
@@ -141,13 +158,13 @@ LIST_FIELDS = (
 
 _COUNT = (_is_count, "a whole number of 0 or more")
 _LENGTH = (_is_length, f"a whole number from 0 to {_LONGEST_BLOCK}")
-_IDS = (_list_of(_is_count), "a list of token ids")
+_IDS = (_is_ids, "a list of token ids")
 _TURN = (_is_count, "a turn number")
 _MAYBE_TURN = (_is_turn, "a turn number or null")
 _TEXT = (_is_text, "text")
 _NUMBER = (_is_number, "a number")
-_NUMBERS = (_block_of(lambda item: item is None or _is_number(item)), "a short list of numbers")
-_BLOCK_IDS = (_block_of(_is_count), f"a list of at most {_LONGEST_BLOCK + 1} token ids")
+_NUMBERS = (_block(_is_numbers), "a short list of numbers")
+_BLOCK_IDS = (_block(_is_ids), f"a list of at most {_LONGEST_BLOCK + 1} token ids")
 _OBJECT = (_is_object, "an object")
 _DELTAS = (_list_of(_is_delta), "a list of text pieces")
 
@@ -186,7 +203,7 @@ _MEASURED = (
 _OPTIONAL: dict[str, dict[str, tuple[Check, str]]] = {
     "header": {
         "block_size": _LENGTH,
-        "argv": (_list_of(_is_text), "a list of text"),
+        "argv": (_is_texts, "a list of text"),
         "heads": _OBJECT,
         "cost_table": (_is_cost_table, "an object of costs"),
         **dict.fromkeys(("model", "drafter", "device", "dtype", "mode", "reason_off", "created"), _TEXT),
@@ -203,7 +220,7 @@ _OPTIONAL: dict[str, dict[str, tuple[Check, str]]] = {
     "step": {
         "t_ns": _COUNT,
         "mode_requested": _TEXT,
-        "draft_text": (_block_of(_is_text), "a short list of text"),
+        "draft_text": (_block(_is_texts), "a short list of text"),
         "draft_prob": _NUMBERS,
         "confidence_logit": _NUMBERS,
         "confidence": _NUMBERS,

@@ -141,6 +141,9 @@ HOSTILE = [None, True, -1, 1.5, "x", [], {}, [None], ["x"], [-1], {"a": []}, 10*
 
 def test_wrong_types_in_any_field_give_a_damaged_line_or_an_answer_never_a_traceback(path: Path) -> None:
     lines = lines_of(path)
+    # The header, the last answer's first line, and its last two lines have every type and every field.
+    lines = [lines[0], *(line for line in lines if b'"id":"y"' in line)]
+    lines = [*lines[:2], *lines[-2:]]
     rng = random.Random(0)
     last_of_type = {json.loads(line)["type"]: position for position, line in enumerate(lines)}
     for position in last_of_type.values():

@@ -13,6 +13,7 @@ from typing import Any
 
 from sparkchat.strict_json import dumps
 from sparkchat.trace.counts import accepted_drafts
+from sparkchat.trace.export.words import UNSHOWN
 from sparkchat.trace.reader import Damage, read_lines
 
 Write = Callable[[str], object]
@@ -38,7 +39,7 @@ def _plain(name: str) -> Cell:
 
 
 def _text(name: str) -> Cell:
-    return lambda step: None if step.get(name) is None else dumps(step[name])
+    return lambda step: None if step.get(name) is None else _quoted(step[name])
 
 
 def _numbers(name: str) -> Cell:
@@ -50,7 +51,12 @@ def _reject(name: str) -> Cell:
 
 
 def _streamed(step: Mapping[str, Any]) -> str:
-    return dumps("".join(piece["text"] for piece in step.get("deltas") or ()))
+    return _quoted("".join(piece["text"] for piece in step.get("deltas") or ()))
+
+
+def _quoted(value: Any) -> str:
+    """JSON with every character escaped that is not seen, or turns the direction of writing."""
+    return UNSHOWN.sub(lambda found: f"\\u{ord(found[0]):04x}", dumps(value))
 
 
 COLUMNS: dict[str, Cell] = {

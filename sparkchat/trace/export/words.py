@@ -8,14 +8,14 @@ from sparkchat.trace.export.answers import RecordedAnswer
 from sparkchat.trace.summary import num_prompt_tokens
 
 # Controls, what turns the direction of writing, line ends that are none to us, and halves of characters.
-_UNSHOWN = re.compile(
+UNSHOWN = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2028\u2029\u2066-\u2069\ufeff\ufffe\uffff\ud800-\udfff]"
 )
 
 
 def visible(text: str) -> str:
     """Text with what cannot be seen, or may not stand in XML, spelt out; tabs and newlines stay."""
-    return _UNSHOWN.sub(lambda found: f"<U+{ord(found[0]):04X}>", text.replace("\r\n", "\n"))
+    return UNSHOWN.sub(lambda found: f"<U+{ord(found[0]):04X}>", text.replace("\r\n", "\n"))
 
 
 def one_line(text: str) -> str:
