@@ -160,10 +160,15 @@ def test_a_proxy_that_does_not_answer_is_named_without_its_password(cli: Cli) ->
 
 def test_a_connection_that_brings_nothing_is_given_up_and_the_file_asked_for_again(cli: Cli, hub: Hub) -> None:
     hub.repos["org/model"].hold = hold = threading.Event()
-    timer = threading.Timer(3.0, hold.set)
-    timer.start()
+
+    def let_go() -> None:
+        deadline = time.monotonic() + 30
+        while len(hub.ranges("config.json")) < 2 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        hold.set()
+
+    threading.Thread(target=let_go, daemon=True).start()
     done = cli("pull", "hf:org/model", env={"HF_HUB_DOWNLOAD_TIMEOUT": "1"})
-    timer.cancel()
     assert done.code == 0, done.err
     assert len(hub.ranges("config.json")) > 1
 

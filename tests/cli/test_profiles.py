@@ -193,3 +193,74 @@ def test_an_mtp_drafter_is_refused_rather_than_ignored(write_profile: Write, mod
     write_profile("mine", f"[model]\npath = '{model_folder}'\n[drafter]\nkind = 'mtp'\n")
     with pytest.raises(SparkchatError, match="mtp drafter"):
         find_drafter(None, find_model("mine", user_paths()), user_paths())
+
+
+PAIR = """
+[model]
+path = 'weights'
+label = 'Mine'
+thinking = false
+[drafter]
+path = 'draft'
+block_size = 4
+[run]
+temperature = 0.25
+"""
+
+
+@pytest.fixture
+def pair_profile(write_profile: Write, profiles: Path) -> Path:
+    for name in ("weights", "draft"):
+        (profiles / name).mkdir()
+        (profiles / name / "config.json").write_text("{}")
+    return write_profile("mine", PAIR)
+
+
+def test_a_profile_beside_a_model_keeps_the_models_files(pair_profile: Path, model_folder: Path) -> None:
+    model = find_model(str(model_folder), user_paths(), "mine")
+    assert (model.kind, model.path, model.profile is not None) == ("local", model_folder, True)
+    assert model.profile is not None and model.profile.get("model.label") is None
+    assert model.profile.get("model.thinking") is False
+    assert find_drafter(None, model, user_paths()).path == pair_profile.parent / "draft"
+
+
+def test_a_profile_alone_is_the_model(pair_profile: Path) -> None:
+    by_name, by_file = (find_model(None, user_paths(), text) for text in ("mine", str(pair_profile)))
+    assert by_name.path == by_file.path == pair_profile.parent / "weights"
+    assert find_drafter(None, by_file, user_paths()).path == pair_profile.parent / "draft"
+
+
+def test_a_profile_is_laid_over_another_key_by_key(pair_profile: Path, main: Cli) -> None:
+    shown = main("show", "qwen3-8b", "--profile", "mine", "--resolved", "--json").json["settings"]
+    assert shown["temperature"] == {"value": 0.25, "source": f"profile {pair_profile}"}
+    assert shown["top_k"] == {"value": 20, "source": "shipped profile qwen3-8b"}
+    assert shown["block_size"]["value"] == 4
+    assert shown["model.label"]["value"] == "Qwen3-8B"
+    assert shown["drafter.path"]["value"] == str(pair_profile.parent / "draft") and "drafter.sources" not in shown
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("qwen3-8", ("--profile qwen3-8 is unknown", "did you mean qwen3-8b?", ".toml")),
+        ("zzz", ("--profile zzz is unknown", "known:", "smollm2-135m")),
+        ("./none.toml", ("none.toml", "cannot be read")),
+    ],
+)
+def test_an_unknown_profile_names_the_nearest(main: Cli, name: str, words: tuple[str, ...]) -> None:
+    done = main("show", "smollm2-135m", "--profile", name)
+    assert done.code == 2
+    for word in words:
+        assert word in done.error
+
+
+def test_a_profile_without_a_drafter_leaves_that_to_the_model(
+    write_profile: Write, model_folder: Path, main: Cli
+) -> None:
+    write_profile("calm", "[run]\ntemperature = 0.1\n")
+    model = find_model(str(model_folder), user_paths(), "calm")
+    assert find_drafter(None, model, user_paths()).reason_off is not None
+    assert main("show", "--profile", "calm").code == 2
+    report = main("show", model_folder, "--profile", "calm", "--resolved", "--json").json
+    assert report["settings"]["temperature"]["value"] == 0.1
+    assert "no drafter" in report["reason_off"]
