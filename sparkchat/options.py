@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from sparkchat.errors import UsageError
-from sparkchat.params import MODES
+from sparkchat.params import DRAFT_TEMPERATURES, MODES
 
 Kind = Literal["number", "whole", "switch", "text", "choice", "texts", "bias"]
 
@@ -88,6 +88,8 @@ RUN: dict[str, Option] = _table(
 RESOLVED: dict[str, Option] = RUN | _table(
     Option("drafter", "text"),
     Option("block_size", "whole"),
+    Option("accept_cap", "whole"),
+    Option("draft_temperature", "choice", tuple(DRAFT_TEMPERATURES)),
     Option("tp", "whole"),
     Option("graphs", "switch"),
 )

@@ -13,6 +13,9 @@ from sparkchat.errors import UsageError
 
 Mode = Literal["off", "static", "compact", "cap-accept"]
 MODES: tuple[Mode, ...] = get_args(Mode)
+DraftTemperature = Literal["target", "adaptive"]
+"""What drafts are drawn at: the request's own temperature, or less where the drafter is sure and more elsewhere."""
+DRAFT_TEMPERATURES: tuple[DraftTemperature, ...] = get_args(DraftTemperature)
 
 MOST_LOGPROBS = 20
 """Most tokens reported at one position, beside the delivered one."""
@@ -107,6 +110,10 @@ class GenerateRequest:
     block_size: int | None = None
     """None takes the drafter's own block size."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
+    accept_cap: int | None = None
+    """With mode cap-accept: most drafts committed a step; None lets the cost table choose."""
+    draft_temperature: DraftTemperature | None = None
+    """None takes the engine's."""
     session: str | None = None
     """Requests of one session share a KV timeline: the common prefix is not computed again."""
     logprobs: int | None = None
@@ -118,6 +125,12 @@ class GenerateRequest:
             raise UsageError(f"a request needs exactly one of prompt, messages, prompt_ids; got {given or 'none'}")
         if self.mode is not None and self.mode not in MODES:
             raise UsageError(f"mode {self.mode!r} is unknown; give one of {', '.join(MODES)}")
+        if self.accept_cap is not None and not (type(self.accept_cap) is int and self.accept_cap >= 1):
+            raise UsageError(f"accept_cap {self.accept_cap!r} is not possible; give a whole number of 1 or more")
+        if self.draft_temperature not in (None, *DRAFT_TEMPERATURES):
+            raise UsageError(
+                f"draft_temperature {self.draft_temperature!r} is unknown; give one of {', '.join(DRAFT_TEMPERATURES)}"
+            )
         if self.block_size is not None and (not isinstance(self.block_size, int) or self.block_size < 1):
             raise UsageError(f"block_size {self.block_size!r} is not possible; give a whole number of 1 or more")
         if self.logprobs is not None and not (type(self.logprobs) is int and 0 <= self.logprobs <= MOST_LOGPROBS):
@@ -142,6 +155,39 @@ class GenerateRequest:
 
 
 @dataclass(frozen=True)
+class BatchCosts:
+    """Milliseconds of a step of ``requests`` requests by verified rows, summed over them."""
+
+    requests: int
+    rows: tuple[int, ...]
+    """Strictly increasing, first >= 1."""
+    step_ms: tuple[float, ...]
+    plain_ms: float | None = None
+    """A step of as many requests without drafting; None when not measured."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.requests, int) or isinstance(self.requests, bool) or self.requests < 1:
+            raise UsageError(f"cost table requests {self.requests!r} must be a whole number of 1 or more")
+        _check_costs(self.rows, self.step_ms)
+
+
+@dataclass(frozen=True)
+class ContextCosts:
+    """What cached tokens add to a step, linear in their number: attention reads every one of them."""
+
+    tokens: int
+    """Cached tokens of all requests together while the table was measured."""
+    ms_per_token: float
+    ms_per_token_row: float = 0.0
+    """On top, for every row that a request has on average: each row attends."""
+
+    def __post_init__(self) -> None:
+        for value in (self.tokens, self.ms_per_token, self.ms_per_token_row):
+            if isinstance(value, bool) or not (isinstance(value, (int, float)) and math.isfinite(value) and value >= 0):
+                raise UsageError(f"context costs {value!r} must be a number of 0 or more")
+
+
+@dataclass(frozen=True)
 class CostTable:
     """Milliseconds of a whole step by verified rows, summed over all requests of the step."""
 
@@ -152,14 +198,39 @@ class CostTable:
     """profile | measured | cached"""
     plain_ms: float | None = None
     """A plain decode step of one request without drafting; None when only the profile's table is known."""
+    batches: tuple[BatchCosts, ...] = ()
+    """By number of requests, ascending; where there are any, they count, and ``rows`` are those of one request."""
+    pads_up: bool = True
+    """Rows between entries cost what the next larger entry does, as captured steps pad up; else they lie on the line
+    between."""
+    context: ContextCosts | None = None
 
     def __post_init__(self) -> None:
-        if len(self.rows) != len(self.step_ms) or not self.rows:
-            raise UsageError(f"cost table has {len(self.rows)} rows and {len(self.step_ms)} step_ms; give equally many")
-        if self.rows[0] < 1 or any(a >= b for a, b in zip(self.rows, self.rows[1:], strict=False)):
-            raise UsageError(f"cost table rows {list(self.rows)} must start at 1 or more and increase")
-        if any(not (isinstance(t, (int, float)) and math.isfinite(t) and t > 0) for t in self.step_ms):
-            raise UsageError(f"cost table step_ms {list(self.step_ms)} must be positive numbers")
+        _check_costs(self.rows, self.step_ms)
+        counts = [batch.requests for batch in self.batches]
+        if any(a >= b for a, b in zip(counts, counts[1:], strict=False)):
+            raise UsageError(f"cost table requests {counts} must increase")
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> CostTable:
+        """From its fields as ``asdict`` and JSON leave them."""
+        data = {**data, "rows": tuple(data["rows"]), "step_ms": tuple(data["step_ms"])}
+        data["batches"] = tuple(
+            BatchCosts(**{**batch, "rows": tuple(batch["rows"]), "step_ms": tuple(batch["step_ms"])})
+            for batch in data.get("batches") or ()
+        )
+        if data.get("context") is not None:
+            data["context"] = ContextCosts(**data["context"])
+        return cls(**data)
+
+
+def _check_costs(rows: tuple[int, ...], step_ms: tuple[float, ...]) -> None:
+    if len(rows) != len(step_ms) or not rows:
+        raise UsageError(f"cost table has {len(rows)} rows and {len(step_ms)} step_ms; give equally many")
+    if rows[0] < 1 or any(a >= b for a, b in zip(rows, rows[1:], strict=False)):
+        raise UsageError(f"cost table rows {list(rows)} must start at 1 or more and increase")
+    if any(not (isinstance(t, (int, float)) and math.isfinite(t) and t > 0) for t in step_ms):
+        raise UsageError(f"cost table step_ms {list(step_ms)} must be positive numbers")
 
 
 @dataclass(frozen=True)
@@ -181,6 +252,8 @@ class LoadSpec:
     """None takes the model's own limit."""
     block_size: int | None = None
     mode: Mode = "static"
+    accept_cap: int | None = None
+    draft_temperature: DraftTemperature = "target"
     concurrency: int = 1
     cost_table: CostTable | None = None
     temperatures: tuple[float, ...] | None = None
@@ -212,10 +285,7 @@ class LoadSpec:
         if unknown:
             raise UsageError(f"load spec has unknown keys {sorted(unknown)}")
         if data.get("cost_table") is not None:
-            table = dict(data["cost_table"])
-            data["cost_table"] = CostTable(
-                **{**table, "rows": tuple(table["rows"]), "step_ms": tuple(table["step_ms"])}
-            )
+            data["cost_table"] = CostTable.from_json(data["cost_table"])
         for name in ("temperatures", "shipped_temperatures"):
             if data.get(name) is not None:
                 data[name] = tuple(data[name])

@@ -12,7 +12,7 @@ from sparkchat.options import RESOLVED, RUN, SAMPLING, check, unknown
 from sparkchat.params import GenerateRequest, SamplingParams
 
 _PROMPTS = ("prompt", "messages", "prompt_ids")
-_OTHERS = ("id", "raw", "system", "think", "mode", "block_size")
+_OTHERS = ("id", "raw", "system", "think", "mode", "block_size", "accept_cap", "draft_temperature")
 _KNOWN = (*_PROMPTS, *_OTHERS, *SAMPLING)
 _ROLES = ("system", "user", "assistant", "tool")
 _WHERE = "this request's"
@@ -57,6 +57,8 @@ def build_request(line: dict[str, Any], request_id: str, config: RunConfig) -> G
         think=None if is_exact else _option(line, "think", config.think),
         mode=_option(line, "mode", None),
         block_size=_option(line, "block_size", None),
+        accept_cap=_option(line, "accept_cap", None),
+        draft_temperature=_option(line, "draft_temperature", None),
         sampling=_sampling(line, config.sampling),
     )
 

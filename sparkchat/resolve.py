@@ -37,6 +37,8 @@ _DEFAULTS: dict[str, Any] = {name: getattr(SamplingParams(), name) for name in S
     "dtype": "auto",
     "drafter": None,
     "block_size": None,
+    "accept_cap": None,
+    "draft_temperature": "target",
     "tp": 1,
     "graphs": None,
 }
@@ -132,6 +134,16 @@ def refuse_impossible(options: Resolution, model: ModelRef, drafter: DrafterRef)
             raise UsageError(f"{options.asked(name)} is not possible; give a whole number of 1 or more")
     if not drafter.is_present:
         _refuse_without_drafter(options, drafter)
+    if options.is_typed("draft_temperature") and options.is_typed("mode") and options["mode"] == "off":
+        raise UsageError(f"{options.asked('draft_temperature')} is for drafts, and mode off drafts nothing; drop one")
+    if options["accept_cap"] is not None:
+        if options["accept_cap"] < 1:
+            raise UsageError(f"{options.asked('accept_cap')} is not possible; give a whole number of 1 or more")
+        if options["mode"] != "cap-accept":
+            raise UsageError(
+                f"{options.asked('accept_cap')} is for mode cap-accept, and this is {options['mode']}; "
+                "add --mode cap-accept"
+            )
     if options["think"] and has_thinking(model) is False:
         raise UsageError(f"{options.asked('think')}: {model.name} has no thinking mode; leave it out")
 
@@ -142,6 +154,8 @@ def _refuse_without_drafter(options: Resolution, drafter: DrafterRef) -> None:
         raise UsageError(f"{options.asked('mode')} needs a drafter, but {reason}; give --drafter PATH or --mode off")
     if options.is_typed("block_size"):
         raise UsageError(f"{options.asked('block_size')} needs a drafter, but {reason}; give --drafter PATH")
+    if options.is_typed("draft_temperature"):
+        raise UsageError(f"{options.asked('draft_temperature')} needs a drafter, but {reason}; give --drafter PATH")
 
 
 def _refuse_parallel(options: Resolution, model: ModelRef) -> None:
@@ -253,6 +267,8 @@ def build_config(
         context=options["context"],
         block_size=options["block_size"],
         mode=options["mode"],
+        accept_cap=options["accept_cap"],
+        draft_temperature=options["draft_temperature"],
         graphs=options["graphs"],
         cost_table=cost_table(options),
         **_temperatures(profile),

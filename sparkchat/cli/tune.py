@@ -72,6 +72,8 @@ def tune(
         with engine_run(config.spec, lambda text: None) as run:
             if not run.info["heads"]["confidence"]:
                 raise UsageError(f"{report['drafter']} has no confidence head, so there is nothing to tune")
+            if wants_cost:
+                report["cost"] = _measure(run)
             if wants_sts and blocks is None:
                 blocks = _collect(run, config, prompts, tokens)
     if blocks is not None:
@@ -81,6 +83,23 @@ def tune(
     else:
         _show(report)
     return 0
+
+
+def _measure(run: EngineRun) -> dict[str, Any]:
+    """Have the engine time its steps; they are those it takes later, in the process it takes them in."""
+    note("measuring step costs; leave the machine alone for as long")
+    found: dict[str, Any] = {}
+
+    def take(event: dict[str, Any]) -> None:
+        if event["event"] == "info":
+            found.update(event["info"]["cost_table"])
+        elif event["event"] == "notice":
+            note(event["message"])
+
+    answer = run.ask({"op": "tune_cost"}, "cost_table", take)
+    if "error" in answer:
+        raise error_from_name(answer["error"], answer["message"])
+    return {**found, "file": answer["file"]}
 
 
 def _collect(run: EngineRun, config: RunConfig, prompts: int, tokens: int) -> Blocks:
@@ -139,8 +158,31 @@ def _fit(blocks: Blocks, config: RunConfig, files: Sequence[Path] | None) -> dic
 
 
 def _show(report: dict[str, Any]) -> None:
+    if "cost" in report:
+        _show_cost(report["cost"])
     if "sts" in report:
         _show_sts(report["sts"])
+
+
+def _show_cost(cost: dict[str, Any]) -> None:
+    data("Milliseconds of a step by requests and verified rows (all requests together)")
+    rows = [
+        [
+            str(batch["requests"]),
+            "-" if batch["plain_ms"] is None else f"{batch['plain_ms']:.2f}",
+            "  ".join(f"{n}: {ms:.2f}" for n, ms in zip(batch["rows"], batch["step_ms"], strict=True)),
+        ]
+        for batch in cost["batches"]
+    ]
+    table(["REQUESTS", "NO DRAFTING", "ROWS: MS"], rows)
+    extra = cost["context"]
+    if extra is not None:
+        per = 1000 * (extra["ms_per_token"] + extra["ms_per_token_row"])
+        data(
+            f"1000 more cached tokens: {per:.2f} ms, and {1000 * extra['ms_per_token_row']:.2f} ms for each further row"
+        )
+    if cost["file"]:
+        data(f"kept in {cost['file']}")
 
 
 def _show_sts(sts: dict[str, Any]) -> None:

@@ -46,6 +46,8 @@ class Admission:
             output=output,
             history=TokenHistory(prompt_ids),
             mode_override=request.mode,
+            accept_cap=self._spec.accept_cap if request.accept_cap is None else request.accept_cap,
+            draft_temperature=request.draft_temperature or self._spec.draft_temperature,
         )
         return state, list(prompt.notices)
 
@@ -61,7 +63,12 @@ class Admission:
                 raise UsageError(
                     f"block size {request.block_size} was asked for, but {self._pair.reason_off}; leave it out"
                 )
-        elif request.block_size is not None and request.block_size > trained:
+        if request.accept_cap is not None and (request.mode or self._spec.mode) != "cap-accept":
+            raise UsageError(
+                f"accept_cap {request.accept_cap} was asked for, but the mode is {request.mode or self._spec.mode}; "
+                "ask for mode cap-accept"
+            )
+        if request.block_size is not None and self._pair.drafter is not None and request.block_size > trained:
             raise UsageError(
                 f"block size {request.block_size} was asked for, but the drafter was trained with {trained}; "
                 f"give 1 to {trained}"

@@ -15,7 +15,7 @@ import torch
 
 from sparkchat import __version__
 from sparkchat.engine.cache_file import files_identity, measurement_key
-from sparkchat.engine.cost_table import CostLookup
+from sparkchat.engine.cost_table import CostLookup, table_of
 from sparkchat.engine.device import device_name
 from sparkchat.engine.loop import decode_step
 from sparkchat.engine.output import SilentOutput
@@ -26,11 +26,15 @@ from sparkchat.engine.sampling import TokenHistory
 from sparkchat.engine.slots import DraftContext, Slot
 from sparkchat.engine.step_plan import StepIntent, StepLengths
 from sparkchat.errors import DamagedFile, SparkchatError
-from sparkchat.params import CostTable, GenerateRequest, LoadSpec, SamplingParams
+from sparkchat.params import BatchCosts, ContextCosts, CostTable, GenerateRequest, LoadSpec, SamplingParams
 
 BUDGET_SECONDS = 2.0
 """For the whole table. A model too slow for it gets every length that bounds the others timed once."""
 REPEATS = 8
+TUNE_SECONDS = 4.0
+"""For each number of requests when the user asks for a table."""
+TUNE_REPEATS = 32
+LONG_TOKENS = 1024
 PROMPT_TOKENS = 64
 """Of all probe requests together: the prompt pass counts against the budget too."""
 PROBE_SAMPLING = SamplingParams(temperature=0.7, top_p=0.95, ignore_eos=True, seed=1)
@@ -42,14 +46,20 @@ Length = int | None
 
 
 def stored_cost(spec: LoadSpec, pair: LoadedPair, progress: Progress) -> CostLookup | None:
-    """What an earlier start measured on this machine with this pair; None when there is nothing usable."""
+    """What ``tune`` or an earlier start measured on this machine with this pair; None when there is nothing usable.
+
+    A tuned table counts wherever it covers as many requests as may run together.
+    """
     folder = _folder(spec)
     if folder is None:
         return None
-    lookup, notice = CostLookup.load(folder, _key(spec, pair))
-    if notice:
-        progress({"event": "notice", "id": None, "message": notice})
-    return lookup
+    for key, is_tuned in ((_key(spec, pair), True), (_key(spec, pair, spec.concurrency), False)):
+        lookup, notice = CostLookup.load(folder, key)
+        if notice:
+            progress({"event": "notice", "id": None, "message": notice})
+        if lookup is not None and (not is_tuned or (lookup.most_requests or 1) >= spec.concurrency):
+            return lookup
+    return None
 
 
 def measured_cost(spec: LoadSpec, pair: LoadedPair, progress: Progress) -> CostLookup:
@@ -57,16 +67,36 @@ def measured_cost(spec: LoadSpec, pair: LoadedPair, progress: Progress) -> CostL
     progress(
         {"event": "loading", "stage": "cost_table", "message": "measuring step costs", "done": None, "total": None}
     )
-    block = spec.block_size or pair.block_size
-    measured = measure(pair, spec.concurrency, block) if pair.measure_steps is None else pair.measure_steps()
+    counts, block = sorted({1, spec.concurrency}), spec.block_size or pair.block_size
+    measured = pair.measure_steps(counts) if pair.measure_steps is not None else measure(pair, counts, block)
     lookup = CostLookup(measured)
-    folder = _folder(spec)
-    if folder is not None:
-        try:
-            lookup.save(folder, _key(spec, pair))
-        except SparkchatError as error:
-            progress({"event": "notice", "id": None, "message": error.message})
+    _store(lookup, spec, _key(spec, pair, spec.concurrency), progress)
     return lookup
+
+
+def tuned_cost(spec: LoadSpec, pair: LoadedPair, progress: Progress) -> tuple[CostLookup, str | None]:
+    """Measure thoroughly, for every number of requests up to the most that may run together and for long contexts.
+
+    Returns the table and the file it is stored in. Raises DamagedFile when the pair yields no numbers.
+    """
+    block = spec.block_size or pair.block_size
+    counts = [2**n for n in range(spec.concurrency.bit_length()) if 2**n < spec.concurrency] + [spec.concurrency]
+    if pair.measure_steps is not None:
+        lookup = CostLookup(pair.measure_steps(counts))
+    else:
+        lookup = CostLookup(measure(pair, counts, block, TUNE_SECONDS * len(counts), TUNE_REPEATS, is_long=True))
+    return lookup, _store(lookup, spec, _key(spec, pair), progress)
+
+
+def _store(lookup: CostLookup, spec: LoadSpec, key: str, progress: Progress) -> str | None:
+    folder = _folder(spec)
+    if folder is None:
+        return None
+    try:
+        return str(lookup.save(folder, key))
+    except SparkchatError as error:
+        progress({"event": "notice", "id": None, "message": error.message})
+        return None
 
 
 def _folder(spec: LoadSpec) -> Path | None:
@@ -74,10 +104,11 @@ def _folder(spec: LoadSpec) -> Path | None:
     return None if spec.cache_dir is None or spec.dummy_weights else Path(spec.cache_dir) / "cost_tables"
 
 
-def _key(spec: LoadSpec, pair: LoadedPair) -> str:
+def _key(spec: LoadSpec, pair: LoadedPair, batch: int | None = None) -> str:
+    """``batch``: the number of requests a quick measurement was made for; None for a tuned table."""
     threads = f"x{torch.get_num_threads()} " if pair.device.type == "cpu" else ""
     form = "" if pair.measure_steps is None else "captured "
-    sizes = f"{form}batch {spec.concurrency} block {spec.block_size or pair.block_size}"
+    sizes = f"{form}{'tuned' if batch is None else f'batch {batch}'} block {spec.block_size or pair.block_size}"
     return measurement_key(
         model=files_identity(spec.model_path),
         drafter=None if spec.drafter_path is None else files_identity(spec.drafter_path),
@@ -87,24 +118,46 @@ def _key(spec: LoadSpec, pair: LoadedPair) -> str:
 
 
 @torch.inference_mode()
-def measure(pair: LoadedPair, concurrency: int, block: int) -> CostTable:
-    """Time whole steps, drafting included, at every verify length, in caches of their own.
+def measure(
+    pair: LoadedPair,
+    counts: Sequence[int],
+    block: int,
+    seconds: float | None = None,
+    repeats: int | None = None,
+    *,
+    is_long: bool = False,
+) -> CostTable:
+    """Time whole steps of 1 and more requests, drafting included, at every verify length, in caches of their own.
 
-    ``block`` tokens are drafted every time. rows are summed over the batch: 1 .. block + 1 for one request, then
-    multiples for ``concurrency`` requests.
-    Raises DamagedFile when the pair yields no numbers.
+    ``counts`` numbers of requests, ascending from 1; ``block`` tokens are drafted every time. ``is_long``: also over a
+    long context, for what that adds. Raises DamagedFile when the pair yields no numbers.
     """
-    counts = sorted({1, concurrency})
-    lengths = _outside_in(block)
-    alone = _time_lengths(pair, 1, block, [None, *lengths], BUDGET_SECONDS / len(counts))
-    plain_ms = alone.pop(None)
-    costs = {length + 1: ms for length, ms in _filled(alone).items()}
-    if concurrency > 1:
-        together = _time_lengths(pair, concurrency, block, lengths, BUDGET_SECONDS / len(counts))
-        for length, ms in _filled(together).items():
-            costs.setdefault(concurrency * (length + 1), ms)
-    rows = sorted(costs)
-    return CostTable(tuple(rows), tuple(costs[r] for r in rows), source="measured", plain_ms=plain_ms)
+    share = (BUDGET_SECONDS if seconds is None else seconds) / (len(counts) + is_long)
+    lengths: list[Length] = [None, *_outside_in(block)]
+    timed = {
+        count: _time_lengths(pair, count, block, lengths, share, PROMPT_TOKENS, REPEATS if repeats is None else repeats)
+        for count in counts
+    }
+    batches = []
+    for count, times in timed.items():
+        filled = sorted(_filled(times).items())
+        rows, step_ms = tuple(count * (n + 1) for n, _ in filled), tuple(ms for _, ms in filled)
+        batches.append(BatchCosts(count, rows, step_ms, times.get(None)))
+    context = _context_costs(pair, block, timed[1], share) if is_long else None
+    return table_of(batches, pads_up=False, context=context)
+
+
+def _context_costs(pair: LoadedPair, block: int, short: Mapping[Length, float], seconds: float) -> ContextCosts | None:
+    """What a cached token adds, from one request behind a long prompt; None where the context has no room for one."""
+    base = min(PROMPT_TOKENS, pair.context - 1)
+    tokens = min(LONG_TOKENS, pair.context - 1)
+    if tokens < 2 * base:
+        return None
+    long = _time_lengths(pair, 1, block, [0, block], seconds, tokens, TUNE_REPEATS)
+    more = tokens - base
+    of_one, of_block = ((long[n] - short[n]) / more for n in (0, block))
+    by_row = max(0.0, (of_block - of_one) / block)
+    return ContextCosts(base, max(0.0, of_one - by_row), by_row)
 
 
 def _outside_in(last: int) -> list[int]:
@@ -130,17 +183,23 @@ def _filled(times: Mapping[Length, float]) -> dict[int, float]:
 
 
 def _time_lengths(
-    pair: LoadedPair, count: int, block: int, lengths: Sequence[Length], seconds: float
+    pair: LoadedPair,
+    count: int,
+    block: int,
+    lengths: Sequence[Length],
+    seconds: float,
+    prompt_tokens: int,
+    repeats: int,
 ) -> dict[Length, float]:
-    """Median milliseconds of a step of ``count`` requests by verify length.
+    """Median milliseconds of a step of ``count`` requests by verify length, behind prompts of ``prompt_tokens`` in all.
 
     All lengths take turns, so that a machine that is busy for a moment does not bend the table. The first turn warms
     up and counts only where the budget allows no second.
     """
     deadline = time.monotonic() + seconds
-    probe, states = _probe(pair, count, block)
+    probe, states = _probe(pair, count, block, prompt_tokens)
     times: dict[Length, list[float]] = {}
-    for turn in range(REPEATS + 1):
+    for turn in range(repeats + 1):
         began = time.monotonic()
         for length in lengths:
             is_bound = length in (None, 0, block)
@@ -152,12 +211,12 @@ def _time_lengths(
     return {length: statistics.median(found[1:] or found) for length, found in times.items()}
 
 
-def _probe(pair: LoadedPair, count: int, block: int) -> tuple[LoadedPair, list[RequestState]]:
+def _probe(pair: LoadedPair, count: int, block: int, prompt_tokens: int) -> tuple[LoadedPair, list[RequestState]]:
     """The pair with small caches of its own, and ``count`` requests behind their prompts.
 
     The engine's caches may be full of running requests and idle sessions.
     """
-    num_tokens = min(max(8, PROMPT_TOKENS // count), pair.context - 1)
+    num_tokens = min(max(8, prompt_tokens // count), pair.context - 1)
     room = num_tokens + pair.block_size + 2
     probe = replace(
         pair,

@@ -1,70 +1,120 @@
-"""What a step costs by the number of verified rows: lookup in a measured or a profile's table, and its cache file."""
+"""What a step costs by its rows, its requests and their context: lookup in a measured or a profile's table, and its
+cache file.
+
+A profile knows T(rows). A measured table knows T(rows, requests): the same rows cost more when more requests share
+them, because every request drafts; and what cached tokens add.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 from sparkchat.engine.cache_file import read_json, write_json
 from sparkchat.errors import UsageError
-from sparkchat.params import CostTable
+from sparkchat.params import BatchCosts, ContextCosts, CostTable
 
-SCHEMA = "sparkchat.cost_table/1"
+SCHEMA = "sparkchat.cost_table/2"
+
+
+@dataclass(frozen=True)
+class StepCosts:
+    """Costs of one step whose requests and context are known: what a plan is made by."""
+
+    rows: tuple[int, ...]
+    cleaned_ms: tuple[float, ...]
+    """Non-decreasing."""
+    pads_up: bool = True
+    plain_ms: float | None = None
+    """The same requests, no drafting; None when not measured."""
+    fixed_ms: float = 0.0
+    """What the context adds whatever the rows."""
+    row_ms: float = 0.0
+    """What the context adds for each row."""
+
+    def step_ms(self, rows: int) -> float:
+        """Milliseconds of a whole step that verifies ``rows`` >= 1 rows in all; non-decreasing.
+
+        Beyond the last entry the last slope goes on (flat when there is one entry only).
+        """
+        if rows < 1:
+            raise ValueError(f"a step has at least one row, not {rows}")
+        return _at(self.rows, self.cleaned_ms, rows, self.pads_up) + self.fixed_ms + self.row_ms * rows
 
 
 class CostLookup:
-    """A cost table made monotone: more rows never cost less, whatever noise the measurement had."""
+    """A cost table made monotone: more rows, or more requests, never cost less, whatever noise the measurement had."""
 
     def __init__(self, table: CostTable) -> None:
         self.table = table
         """As given."""
-        self._rows = table.rows
-        self._step_ms = tuple(accumulate(table.step_ms, max))
+        self._batches = _cleaned(table)
+        self._by_requests: dict[int, StepCosts] = {}
 
     @property
     def id(self) -> str:
         """Short hash of the numbers, the same wherever the table comes from."""
-        content = json.dumps([self.table.rows, [float(t) for t in self.table.step_ms], self.table.plain_ms])
-        return hashlib.sha256(content.encode()).hexdigest()[:12]
+        t = self.table
+        content: list[Any] = [t.rows, [float(ms) for ms in t.step_ms], t.plain_ms]
+        if t.batches or t.context or not t.pads_up:
+            content += [[asdict(b) for b in t.batches], t.pads_up, t.context and asdict(t.context)]
+        return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:12]
+
+    @property
+    def most_requests(self) -> int | None:
+        """The most requests that were measured together; None where the table does not tell requests apart."""
+        return self.table.batches[-1].requests if self.table.batches else None
 
     @property
     def plain_ms(self) -> float | None:
         """A plain step of one request without drafting; None when not measured."""
-        return self.table.plain_ms
+        return self.at(1).plain_ms
 
     def step_ms(self, rows: int) -> float:
-        """Milliseconds of a whole step that verifies ``rows`` >= 1 rows.
+        """Milliseconds of a whole step of one request that verifies ``rows`` >= 1 rows."""
+        return self.at(1).step_ms(rows)
 
-        Between entries the next larger one counts, as a captured graph pads up to it; beyond the last the last slope
-        goes on (flat when there is one entry only).
+    def at(self, requests: int, context: int = 0) -> StepCosts:
+        """The costs of a step of ``requests`` requests with ``context`` cached tokens in all.
+
+        Between two measured numbers of requests, costs at the same rows per request lie on the line between; beyond the
+        last they go on as from the last two.
         """
-        if rows < 1:
-            raise ValueError(f"a step has at least one row, not {rows}")
-        if rows <= self._rows[-1]:
-            return self._step_ms[bisect_left(self._rows, rows)]
-        return self._step_ms[-1] + self._last_slope * (rows - self._rows[-1])
+        base = self._by_requests.get(requests)
+        if base is None:
+            base = self._by_requests[requests] = self._base(requests)
+        extra = self.table.context
+        more = 0 if extra is None else context - extra.tokens
+        if extra is None or more <= 0:
+            return base
+        fixed, row = more * extra.ms_per_token, more * extra.ms_per_token_row / requests
+        plain = None if base.plain_ms is None else base.plain_ms + fixed + row * requests
+        return replace(base, fixed_ms=fixed, row_ms=row, plain_ms=plain)
 
-    @property
-    def _last_slope(self) -> float:
-        if len(self._rows) == 1:
-            return 0.0
-        return (self._step_ms[-1] - self._step_ms[-2]) / (self._rows[-1] - self._rows[-2])
+    def _base(self, requests: int) -> StepCosts:
+        batches, up = self._batches, self.table.pads_up
+        if not self.table.batches:
+            return StepCosts(batches[0].rows, batches[0].step_ms, up, self.table.plain_ms)
+        place = bisect_left([b.requests for b in batches], requests)
+        if place < len(batches) and batches[place].requests == requests:
+            found = batches[place]
+            return StepCosts(found.rows, found.step_ms, up, found.plain_ms)
+        if len(batches) == 1:
+            low = high = batches[0]
+        else:
+            low, high = batches[max(0, min(place, len(batches) - 1) - 1)], batches[min(max(place, 1), len(batches) - 1)]
+        return _between(low, high, requests, up)
 
     def save(self, folder: Path, key: str) -> Path:
         """Store the table as given under ``cache_file.measurement_key``; returns the file. Raises SparkchatError."""
         path = _path(folder, key)
-        write_json(
-            path,
-            {
-                "schema": SCHEMA,
-                "rows": list(self.table.rows),
-                "step_ms": list(self.table.step_ms),
-                "plain_ms": self.table.plain_ms,
-            },
-        )
+        write_json(path, {"schema": SCHEMA, "table": asdict(self.table)})
         return path
 
     @classmethod
@@ -75,9 +125,64 @@ class CostLookup:
         if content is None:
             return None, notice
         try:
-            return cls(_table(content)), None
+            return cls(_table(content["table"])), None
         except (KeyError, TypeError, ValueError, UsageError):
             return None, f"{path} is damaged, so it is not used; it is replaced by the next measurement"
+
+
+def table_of(batches: Sequence[BatchCosts], *, pads_up: bool, context: ContextCosts | None = None) -> CostTable:
+    """A measured table of these numbers of requests, the first of them 1."""
+    one = batches[0]
+    return CostTable(one.rows, one.step_ms, "measured", one.plain_ms, tuple(batches), pads_up, context)
+
+
+def _cleaned(table: CostTable) -> list[BatchCosts]:
+    """Step times that never fall with rows, nor with requests at the same rows per request."""
+    if not table.batches:
+        return [BatchCosts(1, table.rows, tuple(accumulate(table.step_ms, max)), table.plain_ms)]
+    found: list[BatchCosts] = []
+    for batch in table.batches:
+        times, plain = list(accumulate(batch.step_ms, max)), batch.plain_ms
+        if found:
+            fewer = found[-1]
+            share = fewer.requests / batch.requests
+            # Beyond what was measured of fewer requests there is nothing to compare with.
+            known = [n * share if n * share <= fewer.rows[-1] else None for n in batch.rows]
+            times = [
+                ms if n is None else max(ms, _at(fewer.rows, fewer.step_ms, n, table.pads_up))
+                for ms, n in zip(times, known, strict=True)
+            ]
+            times = list(accumulate(times, max))
+            plain = plain if plain is None or fewer.plain_ms is None else max(plain, fewer.plain_ms)
+        found.append(BatchCosts(batch.requests, batch.rows, tuple(times), plain))
+    return found
+
+
+def _between(low: BatchCosts, high: BatchCosts, requests: int, pads_up: bool) -> StepCosts:
+    """The line through two measured numbers of requests, at every rows per request that either was measured at."""
+    weight = 0.0 if low is high else (requests - low.requests) / (high.requests - low.requests)
+    per_request = sorted({n / batch.requests for batch in (low, high) for n in batch.rows})
+    rows = sorted({max(1, round(share * requests)) for share in per_request})
+
+    def line(a: float, b: float) -> float:
+        # A line that falls, or that fewer requests make negative, is noise.
+        return max(a + weight * (b - a), min(a, b) * min(1.0, requests / low.requests))
+
+    times = [line(*(_at(b.rows, b.step_ms, n * b.requests / requests, pads_up) for b in (low, high))) for n in rows]
+    plain = None if low.plain_ms is None or high.plain_ms is None else line(low.plain_ms, high.plain_ms)
+    return StepCosts(tuple(rows), tuple(accumulate(times, max)), pads_up, plain)
+
+
+def _at(rows: Sequence[int], times: Sequence[float], n: float, pads_up: bool) -> float:
+    """The time of ``n`` rows, of non-decreasing ``times``."""
+    place = bisect_left(rows, n)
+    if place == len(rows):
+        slope = 0.0 if place == 1 else (times[-1] - times[-2]) / (rows[-1] - rows[-2])
+        return times[-1] + slope * (n - rows[-1])
+    if pads_up or place == 0 or rows[place] == n:
+        return times[place]
+    share = (n - rows[place - 1]) / (rows[place] - rows[place - 1])
+    return times[place - 1] + share * (times[place] - times[place - 1])
 
 
 def _path(folder: Path, key: str) -> Path:
@@ -85,9 +190,12 @@ def _path(folder: Path, key: str) -> Path:
 
 
 def _table(content: dict) -> CostTable:
-    rows, step_ms, plain_ms = content["rows"], content["step_ms"], content["plain_ms"]
-    if any(type(n) is not int for n in rows) or any(isinstance(t, bool) for t in step_ms):
-        raise ValueError("rows are whole numbers, step_ms are numbers")
-    if plain_ms is not None and not 0.0 < float(plain_ms) < float("inf"):
-        raise ValueError("plain_ms is a positive number")
-    return CostTable(tuple(rows), tuple(step_ms), "cached", plain_ms)
+    table = CostTable.from_json(content)
+    for part in (table, *table.batches):
+        if any(type(n) is not int for n in part.rows) or any(isinstance(t, bool) for t in part.step_ms):
+            raise ValueError("rows are whole numbers, step_ms are numbers")
+        if part.plain_ms is not None and not 0.0 < float(part.plain_ms) < float("inf"):
+            raise ValueError("plain_ms is a positive number")
+    if type(table.pads_up) is not bool:
+        raise ValueError("pads_up is true or false")
+    return replace(table, source="cached")

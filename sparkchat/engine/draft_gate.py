@@ -2,38 +2,66 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 _WINDOW = 16
 """Drafting rounds averaged before the gate may close."""
+_TRIAL = 8
+"""Rounds of a trial, which is where the gate closes again if it is to."""
 _PAUSE = 48
-"""Plain steps between two trials."""
+"""Plain steps before the first trial; twice as many before each further one."""
+_LONGEST_PAUSE = 768
+_MARGIN = 0.02
+"""By how much a trial must win: what is as good as plain decoding would open and close for ever."""
 _DECAY = 1.0 - 1.0 / _WINDOW
+_PATIENCE = 24
+"""Rounds of drafting without one draft verified after which the next one is, whatever the plan says."""
 
 
 @dataclass
 class DraftGate:
     """Per request. Reads only predictions of past rounds, so a closed gate cannot bias the output law.
 
-    ``observe`` takes the predicted tokens per second of a drafting round; the gate closes when
-    their running mean stays under that of plain decoding, and opens again for a trial of
-    ``_WINDOW`` rounds after ``_PAUSE`` plain steps.
+    ``observe`` takes the predicted tokens per second of a drafting round, of everything planned together, and those of
+    plain decoding. The gate closes when the running mean of their ratio stays under 1, opens for a trial after a pause,
+    and closes again unless the trial wins clearly. Trials that lose are ever rarer.
     """
 
-    mean_theta: float = 0.0
+    mean_ratio: float = 0.0
     rounds: int = 0
     pause_left: int = 0
+    next_pause: int = _PAUSE
+    is_trial: bool = False
+    unverified: int = 0
+    """Rounds in a row that drafted and verified nothing."""
 
     @property
     def is_open(self) -> bool:
         return self.pause_left == 0
 
-    def observe(self, theta: float, plain_ms: float | None) -> None:
+    @property
+    def is_starved(self) -> bool:
+        """Others have taken every verified row for so long that the next one is this request's."""
+        return self.unverified >= _PATIENCE
+
+    def observe(self, theta: float, plain_theta: float | None, verify_len: int = 1) -> None:
+        self.unverified = 0 if verify_len else self.unverified + 1
+        if plain_theta is None:
+            return
         self.rounds += 1
         weight = max(1.0 - _DECAY, 1.0 / self.rounds)
-        self.mean_theta += weight * (theta - self.mean_theta)
-        if plain_ms is not None and self.rounds >= _WINDOW and self.mean_theta * plain_ms < 1000.0:
-            self.pause_left, self.rounds, self.mean_theta = _PAUSE, 0, 0.0
+        self.mean_ratio += weight * (theta / plain_theta - self.mean_ratio)
+        if self.rounds < (_TRIAL if self.is_trial else _WINDOW):
+            return
+        if self.mean_ratio < (1.0 + _MARGIN if self.is_trial else 1.0):
+            self.pause_left, self.next_pause = self.next_pause, min(2 * self.next_pause, _LONGEST_PAUSE)
+            self.rounds, self.mean_ratio, self.is_trial = 0, 0.0, True
+        elif self.is_trial:
+            self.next_pause, self.is_trial = _PAUSE, False
 
     def pass_plain_step(self) -> None:
         self.pause_left = max(0, self.pause_left - 1)
+
+    def copy(self) -> DraftGate:
+        """What another request may start from: it decodes on the same machine with the same drafter."""
+        return replace(self, unverified=0)

@@ -15,7 +15,7 @@ from sparkchat.engine.admission import Admission
 from sparkchat.engine.captured.build import build_decoder, reason_against, request_reason, warm_up
 from sparkchat.engine.captured.costs import captured_costs
 from sparkchat.engine.captured.decoder import CapturedDecoder
-from sparkchat.engine.cost_probe import measured_cost, stored_cost
+from sparkchat.engine.cost_probe import measured_cost, stored_cost, tuned_cost
 from sparkchat.engine.live_settings import LiveSettings
 from sparkchat.engine.loop import decode_step
 from sparkchat.engine.prefill import prefill_step
@@ -141,7 +141,7 @@ class Engine:
         block = self.spec.block_size or self.pair.block_size
         decoder = build_decoder(self.pair, self.spec.concurrency, block)
         warm_up(decoder, block + 1, self._progress)
-        self.pair.measure_steps = partial(captured_costs, decoder, self.spec.concurrency, block)
+        self.pair.measure_steps = partial(captured_costs, decoder, block)
         return decoder, decoder.stages.name == "graphs"
 
     def set_mode(self, mode: Mode) -> list[Event]:
@@ -207,6 +207,17 @@ class Engine:
         self.pair.cost = measured_cost(self.spec, self.pair, self._progress)
         self.info = {**self.info, "cost_table": loading.describe_cost(self.pair.cost)}
         return [{"event": "info", "info": self.info}]
+
+    def tune_cost(self) -> list[Event]:
+        """Measure step costs thoroughly and plan by them from now on. Only between answers: the caches are used."""
+        if self.has_work:
+            raise UsageError("step costs were to be measured while requests run; wait for their end")
+        if not self._plans("compact"):
+            reason = self.pair.reason_off or "the drafter has no confidence head"
+            raise UsageError(f"step costs are what plans are made by, and there is nothing to plan: {reason}")
+        self.pair.cost, file = tuned_cost(self.spec, self.pair, self._progress)
+        self.info = {**self.info, "cost_table": loading.describe_cost(self.pair.cost)}
+        return [{"event": "info", "info": self.info}, {"event": "cost_table", "id": None, "file": file}]
 
     def _start_event(self, state: RequestState) -> Event:
         return {

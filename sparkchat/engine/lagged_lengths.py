@@ -6,12 +6,12 @@ Both use the same numbers, so that with and without captured steps a seed gives 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sparkchat.engine.lagged_plan import Budget, admit, choose_budget
 from sparkchat.engine.pair import LoadedPair
 from sparkchat.engine.request import RequestState
-from sparkchat.engine.step_plan import StepIntent, StepLengths
+from sparkchat.engine.step_plan import StepIntent, StepLengths, costs_of, is_planned, own_cap, plain_theta
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,8 @@ class BatchBudgets:
     """Who plans with which budget, by index in the batch."""
 
     own: dict[int, Budget]
-    """Requests planned as if they were alone: the first ``drafts`` of their block are verified."""
+    """Requests planned as if they were alone, capped by the user, or with no room for long: the first ``drafts`` of
+    their block are verified, or may be committed."""
     sharing: tuple[int, ...]
     shared: Budget | None
 
@@ -35,8 +36,16 @@ def choose_budgets(
     As in ``step_plan.choose_lengths``, a sampled request whose seed the user chose is planned alone.
     """
     stale = [s.stale.before(r, i.draft_len) for s, i, r in zip(states, intents, rounds, strict=True)]
-    planned = [i for i, intent in enumerate(intents) if intent.draft_len and intent.mode in ("compact", "cap-accept")]
-    own = {i: choose_budget([stale[i]], pair.cost) for i in planned if states[i].is_reproducible}
+    own: dict[int, Budget] = {}
+    for i, (state, intent) in enumerate(zip(states, intents, strict=True)):
+        cap = own_cap(state, intent)
+        if cap is not None:
+            own[i] = Budget(cap, None, None)
+        elif is_planned(state, intent) and (state.is_reproducible or intent.floor):
+            cost = costs_of([state], pair)
+            alone = choose_budget([stale[i]], cost)
+            own[i] = replace(alone, drafts=max(alone.drafts, intent.floor), plain_theta=plain_theta(1, cost))
+    planned = [i for i, intent in enumerate(intents) if is_planned(states[i], intent)]
     sharing = tuple(i for i in planned if i not in own)
     if not sharing:
         return BatchBudgets(own, (), None)
@@ -45,7 +54,9 @@ def choose_budgets(
         if i not in sharing:
             length = own[i].drafts if i in own else intent.draft_len
             rows, tokens = rows + 1 + length, tokens + 1.0 + sum(stale[i][:length])
-    shared = choose_budget([stale[i] for i in sharing], pair.cost, rows, tokens)
+    cost = costs_of(states, pair)
+    shared = choose_budget([stale[i] for i in sharing], cost, rows, tokens)
+    shared = replace(shared, plain_theta=plain_theta(len(states), cost))
     if len(sharing) == 1:
         return BatchBudgets(own | {sharing[0]: shared}, (), None)
     return BatchBudgets(own, sharing, shared)
@@ -78,4 +89,5 @@ def lengths_of(intent: StepIntent, planned: int | None, budget: Budget | None) -
         budget=budget.drafts,
         predicted_ms=budget.predicted_ms,
         predicted_theta=budget.predicted_theta,
+        plain_theta=budget.plain_theta,
     )

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from sparkchat.engine.cost_table import CostLookup
+from sparkchat.engine.cost_table import StepCosts
 
 LAG = 2
 """Age in steps of the confidences that a budget is chosen by."""
@@ -43,10 +43,12 @@ class Budget:
     predicted_ms: float | None
     predicted_theta: float | None
     """Tokens per second of the batch under the stale confidences."""
+    plain_theta: float | None = None
+    """The same without drafting; None when not measured."""
 
 
 def choose_budget(
-    stale: Sequence[Sequence[float]], cost: CostLookup | None, extra_rows: int = 0, extra_tokens: float = 0.0
+    stale: Sequence[Sequence[float]], cost: StepCosts | None, extra_rows: int = 0, extra_tokens: float = 0.0
 ) -> Budget:
     """The best budget for requests with these stale survivals; ``extra_*`` as in ``planner.plan``.
 

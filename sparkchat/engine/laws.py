@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from sparkchat.engine import sampling
+from sparkchat.engine.draft_temperature import draft_temperatures
 from sparkchat.engine.request import RequestState
 from sparkchat.errors import UsageError
 
@@ -98,7 +99,7 @@ def draft_laws(
             logits[row] = 0.0
     if all(state.is_greedy for state in states):
         return None
-    return _laws(logits, states, [1] * len(states))
+    return _laws(logits, states, [1] * len(states), draft_temperatures(logits, states))
 
 
 def bias_draft_rows(logits: Tensor, state: RequestState, index_of: Tensor | None) -> None:
@@ -136,11 +137,17 @@ def _shape(state: RequestState, logits: Tensor, extra: list[tuple[int, ...]], in
         raise UsageError(TOO_STRONG)
 
 
-def _laws(logits: Tensor, states: Sequence[RequestState], rows_each: Sequence[int]) -> Tensor:
+def _laws(
+    logits: Tensor,
+    states: Sequence[RequestState],
+    rows_each: Sequence[int],
+    temperatures: Sequence[float] | None = None,
+) -> Tensor:
+    """``temperatures``, one a row, in the place of the requests' own."""
     settings = [
         (s.sampling.temperature, s.sampling.top_k, s.sampling.top_p, s.sampling.min_p)
         for s, rows in zip(states, rows_each, strict=True)
         for _ in range(rows)
     ]
     temperature, top_k, top_p, min_p = map(list, zip(*settings, strict=True))
-    return sampling.probabilities(logits, temperature, top_k, top_p, min_p)
+    return sampling.probabilities(logits, temperatures or temperature, top_k, top_p, min_p)

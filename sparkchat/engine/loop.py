@@ -162,7 +162,7 @@ def _commit(
             continue
         origins = ["draft"] * taken[r] + ["plain" if intents[r].draft_len == 0 else "bonus"]
         commits.append(state.deliver([*drafts, nexts[r]], origins, events))
-        observe(pair, state, intents[r], lengths[r], state.is_reproducible or len(states) == 1)
+        observe(state, intents[r], lengths[r])
     if pair.drafter is not None and pair.draft_cache is not None:
         # Plain steps pile up features that no block has asked for.
         flush_contexts(pair.drafter, pair.draft_cache, [s.slot.draft for s in states], FLUSH_ROWS)
@@ -176,14 +176,11 @@ def _commit(
     return events
 
 
-def observe(
-    pair: LoadedPair, state: RequestState, intent: StepIntent, chosen: StepLengths, is_planned_alone: bool
-) -> None:
+def observe(state: RequestState, intent: StepIntent, chosen: StepLengths) -> None:
     """Tell the gate of a compact request what this step was predicted to bring."""
-    # Only a plan for one request can be compared with a plain step of one request.
     if intent.mode_requested != "compact":
         return
-    if intent.draft_len and chosen.predicted_theta is not None and is_planned_alone:
-        state.gate.observe(chosen.predicted_theta, pair.plain_ms)
+    if intent.draft_len and chosen.predicted_theta is not None:
+        state.gate.observe(chosen.predicted_theta, chosen.plain_theta, chosen.verify_len)
     elif intent.mode == "off":
         state.gate.pass_plain_step()

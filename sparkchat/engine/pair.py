@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -41,8 +41,8 @@ class LoadedPair:
     damaged_ids: frozenset[int] = frozenset()
     """Tokens whose embedding in the target is not of numbers."""
 
-    measure_steps: Callable[[], CostTable] | None = None
-    """Times captured steps; None where the reference loop is timed."""
+    measure_steps: Callable[[Sequence[int]], CostTable] | None = None
+    """Times captured steps of so many requests; None where the reference loop is timed."""
     is_lagged: bool = False
     """Verify lengths are planned from confidences two steps old (lagged_plan.py), as captured steps need it."""
     simulated: SimulatedAcceptance | None = None

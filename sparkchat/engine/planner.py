@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sparkchat.engine.cost_table import CostLookup
+from sparkchat.engine.cost_table import StepCosts
 
 
 @dataclass(frozen=True)
@@ -31,16 +31,18 @@ class Plan:
 def plan(
     survival: Sequence[Sequence[float]],
     limits: Sequence[int],
-    cost: CostLookup | None,
+    cost: StepCosts | None,
     extra_rows: int = 0,
     extra_tokens: float = 0.0,
+    floors: Sequence[int] | None = None,
 ) -> Plan:
     """Admit drafts in order of survival while predicted tokens per second strictly grow; stop at the first that loses.
 
     ``survival[r][j]`` is the calibrated probability that drafts 1..j+1 of request r are all accepted (non-increasing in
     j); ``limits[r]`` the most drafts of it worth verifying. Every request also verifies its anchor: one row, one
     token. ``extra_rows`` are rows of the same step that are not planned here, ``extra_tokens`` what they are expected
-    to deliver. Without a cost table everything up to the limits is verified. Raises ValueError when a survival is not
+    to deliver. The first ``floors[r]`` drafts are admitted whatever they bring; like the limits, floors must be settled
+    by the past. Without a cost table everything up to the limits is verified. Raises ValueError when a survival is not
     a probability or grows with j.
     """
     if len(survival) != len(limits):
@@ -49,9 +51,13 @@ def plan(
         return Plan(tuple(max(0, limit) for limit in limits), sum(max(0, limit) for limit in limits), None, None)
     rows = len(limits) + extra_rows
     tokens = len(limits) + extra_tokens
+    lens = [min(floor, limit) for floor, limit in zip(floors or [0] * len(limits), limits, strict=True)]
+    given = [sum(row[:length]) for row, length in zip(survival, lens, strict=True)]
+    rows, tokens = rows + sum(lens), tokens + sum(given)
     milliseconds = cost.step_ms(rows)
-    lens = [0] * len(limits)
     for negative_alive, place, request in _candidates(survival, limits):
+        if place <= lens[request]:
+            continue
         more_ms = cost.step_ms(rows + 1)
         if (tokens - negative_alive) / more_ms <= tokens / milliseconds:
             break

@@ -11,7 +11,7 @@ from sparkchat.engine.draft_gate import DraftGate
 from sparkchat.engine.lagged_plan import StaleSurvival
 from sparkchat.engine.sampling import is_greedy
 from sparkchat.engine.statistics import SpeculationStatistics
-from sparkchat.params import GenerateRequest, Mode, SamplingParams
+from sparkchat.params import DraftTemperature, GenerateRequest, Mode, SamplingParams
 
 
 @dataclass
@@ -34,6 +34,9 @@ class RequestState:
     history: Any
     """engine.sampling.TokenHistory over the prompt and what was delivered."""
     mode_override: Mode | None = None
+    accept_cap: int | None = None
+    """Most drafts committed a step in cap-accept; None lets the plan choose."""
+    draft_temperature: DraftTemperature = "target"
     tokens: list[int] = field(default_factory=list)
     delivered: list[int] = field(default_factory=list)
     cached_tokens: int = 0

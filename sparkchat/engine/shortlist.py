@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from sparkchat.engine.acceptance import Proposal
+from sparkchat.engine.draft_temperature import adapted
 from sparkchat.engine.filters import filter_law, top_k_law
 from sparkchat.engine.laws import bias_draft_rows
 from sparkchat.engine.pair import LoadedPair
@@ -142,10 +143,13 @@ def _law(logits: np.ndarray, state: RequestState) -> np.ndarray:
         # Without a number to go by it drafts blindly, and the target turns the draft down.
         law[int(np.nan_to_num(logits, nan=-np.inf).argmax())] = 1.0
         return law
+    temperature = s.temperature
+    if state.draft_temperature == "adaptive":
+        temperature = adapted(temperature, 1.0 / float(np.exp((logits - logits.max()) / temperature).sum()))
     if 0 < s.top_k < len(logits):
-        top_k_law(logits, s.temperature, s.top_k, s.top_p, s.min_p, law)
+        top_k_law(logits, temperature, s.top_k, s.top_p, s.min_p, law)
         return law
-    law = np.exp((logits - logits.max()) / np.float32(s.temperature))
+    law = np.exp((logits - logits.max()) / np.float32(temperature))
     law /= law.sum(dtype=np.float64)
     if s.top_p < 1.0 or s.min_p > 0.0:
         filter_law(law, s.top_p, s.min_p)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from sparkchat.engine.cost_table import StepCosts
 from sparkchat.engine.pair import LoadedPair
 from sparkchat.engine.planner import Plan, plan
 from sparkchat.engine.request import RequestState
@@ -28,6 +29,8 @@ class StepIntent:
     """Most drafts worth verifying: one less than the tokens that may still be delivered."""
     fallback: str | None
     """Why the effective mode is not the one asked for, or why it trims nothing."""
+    floor: int = 0
+    """Drafts verified whatever the plan says: a request that found no room for long."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,8 @@ class StepLengths:
     predicted_ms: float | None
     predicted_theta: float | None
     """Tokens per second of what was planned together, the paper's theta."""
+    plain_theta: float | None = None
+    """The same without drafting; None when not measured."""
 
 
 def intend(state: RequestState, default: Mode, pair: LoadedPair) -> StepIntent:
@@ -52,7 +57,8 @@ def intend(state: RequestState, default: Mode, pair: LoadedPair) -> StepIntent:
     block = 0 if mode == "off" else state.block_size
     if mode == "compact" and limit == 0:
         block = 0
-    return StepIntent(mode, requested, block, min(limit, block), fallback)
+    limit = min(limit, block)
+    return StepIntent(mode, requested, block, limit, fallback, min(1, limit) if state.gate.is_starved else 0)
 
 
 def standing_mode(requested: Mode, pair: LoadedPair) -> tuple[Mode, str | None]:
@@ -70,6 +76,8 @@ def _effective(requested: Mode, state: RequestState, pair: LoadedPair) -> tuple[
     mode, fallback = standing_mode(requested, pair)
     if mode == "compact" and not state.gate.is_open:
         return "off", REASON_DOES_NOT_PAY
+    if mode == "cap-accept" and state.accept_cap is not None:
+        return mode, None
     if mode in ("compact", "cap-accept") and pair.cost is None:
         return mode, REASON_NO_TABLE
     return mode, fallback
@@ -87,35 +95,64 @@ def choose_lengths(
     same whatever else is decoded beside it. Greedy tokens do not depend on the plan, and without a
     chosen seed there is nothing to reproduce, so all other requests share one plan.
     """
-    planned = [i for i, intent in enumerate(intents) if intent.draft_len and intent.mode in ("compact", "cap-accept")]
+    planned = [i for i, intent in enumerate(intents) if is_planned(states[i], intent)]
     alone = [i for i in planned if states[i].is_reproducible]
     shared = [i for i in planned if not states[i].is_reproducible]
-    plans: dict[int, tuple[int, Plan]] = {}
+    plans: dict[int, tuple[int, Plan, float | None]] = {}
     for i in alone:
-        own = plan([list(survival[i])], [intents[i].limit], pair.cost)
-        plans[i] = (own.verify_lens[0], own)
+        cost = costs_of([states[i]], pair)
+        own = plan([list(survival[i])], [intents[i].limit], cost, floors=[intents[i].floor])
+        plans[i] = (own.verify_lens[0], own, plain_theta(1, cost))
     if shared:
         rows, tokens = 0, 0.0
         for i, intent in enumerate(intents):
             if i not in shared:
                 length = plans[i][0] if i in plans else intent.draft_len
                 rows, tokens = rows + 1 + length, tokens + 1.0 + sum(survival[i][:length])
+        cost = costs_of(states, pair)
         joint = plan(
             [list(survival[i]) for i in shared],
             [intents[i].limit for i in shared],
-            pair.cost,
+            cost,
             extra_rows=rows,
             extra_tokens=tokens,
+            floors=[intents[i].floor for i in shared],
         )
         for i, length in zip(shared, joint.verify_lens, strict=True):
-            plans[i] = (length, joint)
-    return [_lengths(intent, plans.get(i)) for i, intent in enumerate(intents)]
+            plans[i] = (length, joint, plain_theta(len(states), cost))
+    return [
+        _lengths(state, intent, plans.get(i)) for i, (state, intent) in enumerate(zip(states, intents, strict=True))
+    ]
 
 
-def _lengths(intent: StepIntent, planned: tuple[int, Plan] | None) -> StepLengths:
+def is_planned(state: RequestState, intent: StepIntent) -> bool:
+    """Whether the cost table settles this request's lengths; a cap of the user's own leaves nothing to plan."""
+    if intent.mode == "cap-accept":
+        return bool(intent.draft_len) and state.accept_cap is None
+    return bool(intent.draft_len) and intent.mode == "compact"
+
+
+def own_cap(state: RequestState, intent: StepIntent) -> int | None:
+    """The cap the user chose, where it counts in this step."""
+    if intent.mode != "cap-accept" or not intent.draft_len or state.accept_cap is None:
+        return None
+    return min(state.accept_cap, intent.limit)
+
+
+def costs_of(states: Sequence[RequestState], pair: LoadedPair) -> StepCosts | None:
+    """What a step of these requests costs, with the context that they have now."""
+    return None if pair.cost is None else pair.cost.at(len(states), sum(state.kv_len for state in states))
+
+
+def plain_theta(requests: int, cost: StepCosts | None) -> float | None:
+    """Tokens per second of as many requests without drafting; None when not measured."""
+    return None if cost is None or cost.plain_ms is None else 1000.0 * requests / cost.plain_ms
+
+
+def _lengths(state: RequestState, intent: StepIntent, planned: tuple[int, Plan, float | None] | None) -> StepLengths:
     if planned is None:
-        return StepLengths(intent.draft_len, None, None, None, None)
-    length, chosen = planned
+        return StepLengths(intent.draft_len, own_cap(state, intent), None, None, None)
+    length, chosen, plain = planned
     is_cap = intent.mode == "cap-accept"
     return StepLengths(
         verify_len=intent.draft_len if is_cap else length,
@@ -123,4 +160,5 @@ def _lengths(intent: StepIntent, planned: tuple[int, Plan] | None) -> StepLength
         budget=chosen.budget,
         predicted_ms=chosen.predicted_ms,
         predicted_theta=chosen.predicted_theta,
+        plain_theta=plain,
     )

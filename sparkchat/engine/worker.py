@@ -129,12 +129,17 @@ def _obey(engine: Any, command: dict[str, Any], channel: Channel) -> bool:
             channel.send(*engine.set_mode(command.get("mode")))
         elif op == "change":
             channel.send(*engine.change(command.get("id"), command.get("sampling"), command.get("think")))
+        elif op == "tune_cost":
+            channel.send(*engine.tune_cost())
         elif op == "cancel":
             channel.send(*engine.cancel(command.get("id")))
         else:
             raise SparkchatError(f"the engine was sent {op!r}, which it does not know")
     except SparkchatError as error:
-        channel.send({"event": "notice", "id": None, "message": error.message})
+        if op == "tune_cost":  # whoever asked waits for an answer
+            channel.send({"event": "cost_table", "id": None, "error": type(error).__name__, "message": error.message})
+        else:
+            channel.send({"event": "notice", "id": None, "message": error.message})
     return True
 
 

@@ -37,7 +37,7 @@ class SlowMachine:
 
 def test_a_table_of_every_length_on_a_quick_machine(tiny: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
     machine = SlowMachine(monkeypatch, 0.01, 0.001)
-    table = measure(tiny.engine.pair, 1, tiny.engine.pair.block_size)
+    table = measure(tiny.engine.pair, [1], tiny.engine.pair.block_size)
     assert table.rows == (1, 2, 3, 4, 5, 6)
     assert table.step_ms == pytest.approx([11, 12, 13, 14, 15, 16])
     assert table.plain_ms == pytest.approx(10)
@@ -50,7 +50,7 @@ def test_a_slow_machine_keeps_to_two_seconds_and_still_fills_the_table(
     tiny: Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine = SlowMachine(monkeypatch, 0.4, 0.05)
-    table = measure(tiny.engine.pair, 1, tiny.engine.pair.block_size)
+    table = measure(tiny.engine.pair, [1], tiny.engine.pair.block_size)
     assert machine.now - 1000 <= 2.0 + 0.7
     assert machine.lengths[:3] == [None, 0, BLOCK]
     assert len(machine.lengths) < 7
@@ -60,23 +60,24 @@ def test_a_slow_machine_keeps_to_two_seconds_and_still_fills_the_table(
 
 def test_the_slowest_machine_times_the_bounds_once(tiny: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
     machine = SlowMachine(monkeypatch, 30.0, 1.0)
-    table = measure(tiny.engine.pair, 4, tiny.engine.pair.block_size)
-    assert machine.lengths == [None, 0, BLOCK, 0, BLOCK]
-    assert table.rows == (1, 2, 3, 4, 5, 6, 8, 12, 16, 20, 24)
+    table = measure(tiny.engine.pair, [1, 4], tiny.engine.pair.block_size)
+    assert machine.lengths == [None, 0, BLOCK] * 2
+    assert [batch.rows for batch in table.batches] == [(1, 2, 3, 4, 5, 6), (4, 8, 12, 16, 20, 24)]
     assert table.plain_ms == pytest.approx(30_000)
 
 
 def test_the_real_clock_is_kept_too(tiny: Runner) -> None:
-    table = measure(tiny.engine.pair, 3, tiny.engine.pair.block_size)
-    assert table.rows == (1, 2, 3, 4, 5, 6, 9, 12, 15, 18)
-    assert all(ms > 0 for ms in (*table.step_ms, table.plain_ms))
+    table = measure(tiny.engine.pair, [1, 3], tiny.engine.pair.block_size)
+    assert [batch.requests for batch in table.batches] == [1, 3]
+    assert table.batches[1].rows == (3, 6, 9, 12, 15, 18)
+    assert all(ms > 0 for batch in table.batches for ms in (*batch.step_ms, batch.plain_ms))
 
 
 @pytest.mark.parametrize("context", [2, 3, 9])
 def test_a_context_smaller_than_the_probe(context: int, tiny_pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     opened = open_runner(tiny_pair.target, tiny_pair.drafter, context=context, concurrency=2)
     monkeypatch.setattr(cost_probe, "BUDGET_SECONDS", 0.0)
-    assert measure(opened.engine.pair, 2, opened.engine.pair.block_size).rows[-1] == 12
+    assert measure(opened.engine.pair, [1, 2], opened.engine.pair.block_size).batches[-1].rows[-1] == 12
     assert len(opened.ids([{"prompt_ids": [301], "mode": "static", "ignore_eos": True}])[0]) == context - 1
 
 

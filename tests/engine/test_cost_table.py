@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import stat
+from dataclasses import asdict, replace
 
 import pytest
 
 from sparkchat.engine.cache_file import measurement_key, read_json, write_json
 from sparkchat.engine.cost_table import SCHEMA, CostLookup
 from sparkchat.errors import SparkchatError
-from sparkchat.params import CostTable
+from sparkchat.params import BatchCosts, ContextCosts, CostTable
 
 TABLE = CostTable((1, 2, 4, 8), (10.0, 12.0, 13.0, 21.0), "measured", 9.5)
 
@@ -73,7 +74,81 @@ def test_no_file_is_no_table_and_no_notice(tmp_path):
     assert CostLookup.load(tmp_path / "nowhere", "k") == (None, None)
 
 
-GOOD = {"schema": SCHEMA, "rows": [1, 2], "step_ms": [1.0, 2.0], "plain_ms": None}
+TABLES = CostTable(
+    (1, 2, 3),
+    (10.0, 11.0, 13.0),
+    "measured",
+    9.0,
+    (BatchCosts(1, (1, 2, 3), (10.0, 11.0, 13.0), 9.0), BatchCosts(4, (4, 8, 12), (16.0, 20.0, 28.0), 14.0)),
+    False,
+    ContextCosts(100, 0.01, 0.002),
+)
+
+
+def test_costs_by_requests():
+    cost = CostLookup(TABLES)
+    assert [cost.at(1).step_ms(n) for n in (1, 2, 3)] == [10.0, 11.0, 13.0]
+    assert [cost.at(4).step_ms(n) for n in (4, 6, 8, 10, 12, 14)] == [16.0, 18.0, 20.0, 24.0, 28.0, 32.0]
+    # The same four rows cost more as four requests, each of which drafts.
+    assert cost.at(4).step_ms(4) > cost.at(1).step_ms(4)
+    assert (cost.at(1).plain_ms, cost.at(4).plain_ms, cost.plain_ms, cost.most_requests) == (9.0, 14.0, 9.0, 4)
+
+
+def test_numbers_of_requests_between_and_beyond_are_on_the_line():
+    cost = CostLookup(TABLES)
+    assert [cost.at(2).step_ms(n) for n in (2, 4, 6)] == pytest.approx([12.0, 14.0, 18.0])
+    assert cost.at(2).plain_ms == pytest.approx(9.0 + 5.0 / 3)
+    assert [cost.at(8).step_ms(n) for n in (8, 16)] == pytest.approx([24.0, 32.0])
+    for requests in range(1, 12):
+        times = [cost.at(requests).step_ms(n) for n in range(requests, 4 * requests)]
+        assert times == sorted(times)
+        if requests > 1:
+            fewer = [cost.at(requests - 1).step_ms((requests - 1) * k) for k in (1, 2, 3)]
+            more = [cost.at(requests).step_ms(requests * k) for k in (1, 2, 3)]
+            assert all(a <= b for a, b in zip(fewer, more, strict=True))
+
+
+def test_more_requests_never_cost_less_whatever_the_noise():
+    noisy = CostLookup(
+        CostTable(
+            (1, 2),
+            (10.0, 12.0),
+            batches=(BatchCosts(1, (1, 2), (10.0, 12.0), 9.0), BatchCosts(2, (2, 4), (9.0, 11.0), 8.0)),
+        )
+    )
+    assert [noisy.at(2).step_ms(n) for n in (2, 4)] == [10.0, 12.0]
+    assert noisy.at(2).plain_ms == 9.0
+    assert noisy.at(3).step_ms(3) >= 10.0
+
+
+def test_cached_tokens_add_to_every_step_and_more_to_one_of_many_rows():
+    cost = CostLookup(TABLES)
+    assert cost.at(1, 100).step_ms(1) == cost.at(1, 0).step_ms(1) == 10.0  # measured with that many
+    assert cost.at(1, 600).step_ms(3) == pytest.approx(13.0 + 500 * (0.01 + 3 * 0.002))
+    assert cost.at(4, 600).step_ms(12) == pytest.approx(28.0 + 500 * (0.01 + 3 * 0.002))
+    assert cost.at(4, 600).plain_ms == pytest.approx(14.0 + 500 * (0.01 + 0.002))
+
+
+def test_a_profiles_table_counts_for_any_number_of_requests():
+    cost = CostLookup(TABLE)
+    assert cost.most_requests is None
+    assert [cost.at(n, 10_000).step_ms(8) for n in (1, 3, 8)] == [21.0] * 3
+
+
+def test_a_table_by_requests_comes_back_and_has_its_own_id(tmp_path):
+    CostLookup(TABLES).save(tmp_path, "k")
+    loaded, notice = CostLookup.load(tmp_path, "k")
+    assert notice is None
+    assert loaded.table == replace(TABLES, source="cached")
+    assert loaded.id == CostLookup(TABLES).id != CostLookup(replace(TABLES, context=None)).id
+    assert CostTable.from_json(json.loads(json.dumps(asdict(TABLES)))) == TABLES
+
+
+GOOD = {"rows": [1, 2], "step_ms": [1.0, 2.0], "plain_ms": None}
+
+
+def stored(**changes):
+    return json.dumps({"schema": SCHEMA, "table": {**GOOD, **changes}}).encode()
 
 
 @pytest.mark.parametrize(
@@ -86,21 +161,31 @@ GOOD = {"schema": SCHEMA, "rows": [1, 2], "step_ms": [1.0, 2.0], "plain_ms": Non
         b"null",
         b"[1, 2]",
         b'{"schema": "sparkchat.cost_table/1"',
-        json.dumps({**GOOD, "schema": "other/1"}).encode(),
-        json.dumps({**GOOD, "rows": [2, 1]}).encode(),
-        json.dumps({**GOOD, "rows": [1]}).encode(),
-        json.dumps({**GOOD, "rows": []}).encode(),
-        json.dumps({**GOOD, "rows": 3}).encode(),
-        json.dumps({**GOOD, "rows": ["1", "2"]}).encode(),
-        json.dumps({**GOOD, "rows": [True, 2]}).encode(),
-        json.dumps({**GOOD, "step_ms": [1.0, -2.0]}).encode(),
-        json.dumps({**GOOD, "step_ms": [1.0, "x"]}).encode(),
-        json.dumps({**GOOD, "step_ms": [1.0, float("nan")]}).encode(),
-        json.dumps({**GOOD, "step_ms": {"1": 2.0, "2": 3.0}}).encode(),
-        json.dumps({**GOOD, "plain_ms": "soon"}).encode(),
-        json.dumps({**GOOD, "plain_ms": float("inf")}).encode(),
-        json.dumps({**GOOD, "plain_ms": [1]}).encode(),
+        json.dumps({"schema": "sparkchat.cost_table/1", **GOOD}).encode(),
+        stored(rows=[2, 1]),
+        stored(rows=[1]),
+        stored(rows=[]),
+        stored(rows=3),
+        stored(rows=["1", "2"]),
+        stored(rows=[True, 2]),
+        stored(step_ms=[1.0, -2.0]),
+        stored(step_ms=[1.0, "x"]),
+        stored(step_ms=[1.0, float("nan")]),
+        stored(step_ms={"1": 2.0, "2": 3.0}),
+        stored(plain_ms="soon"),
+        stored(plain_ms=float("inf")),
+        stored(plain_ms=[1]),
         json.dumps({"schema": SCHEMA}).encode(),
+        stored(batches=[{"requests": 0, "rows": [1], "step_ms": [1.0]}]),
+        stored(
+            batches=[{"requests": 2, "rows": [1], "step_ms": [1.0]}, {"requests": 1, "rows": [1], "step_ms": [1.0]}]
+        ),
+        stored(batches=[{"requests": 1, "rows": [1.5], "step_ms": [1.0]}]),
+        stored(batches=3),
+        stored(context={"tokens": 1}),
+        stored(context={"tokens": 1, "ms_per_token": -1.0}),
+        stored(pads_up="yes"),
+        stored(speed=3),
     ],
 )
 def test_a_damaged_file_is_reported_and_ignored(tmp_path, content):

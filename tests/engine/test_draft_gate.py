@@ -1,4 +1,4 @@
-"""The gate closes on a bad mean of past predictions alone, and tries again."""
+"""The gate closes on a bad mean of past predictions alone, and tries again, ever more rarely while it does not pay."""
 
 from __future__ import annotations
 
@@ -6,16 +6,25 @@ import pytest
 
 from sparkchat.engine.draft_gate import DraftGate
 
-WINDOW, PAUSE = 16, 48
-PLAIN_MS = 10.0
-"""Plain decoding: 100 tokens a second."""
+WINDOW, TRIAL, PAUSE, LONGEST = 16, 8, 48, 768
+PLAIN = 100.0
+"""Tokens a second of plain decoding."""
 
 
 def observed(*thetas: float) -> DraftGate:
     gate = DraftGate()
     for theta in thetas:
-        gate.observe(theta, PLAIN_MS)
+        gate.observe(theta, PLAIN)
     return gate
+
+
+def wait(gate: DraftGate) -> int:
+    """Plain steps until the next trial."""
+    steps = 0
+    while not gate.is_open:
+        gate.pass_plain_step()
+        steps += 1
+    return steps
 
 
 def test_it_stays_open_while_drafting_pays() -> None:
@@ -38,15 +47,56 @@ def test_without_a_plain_time_it_never_closes() -> None:
     assert gate.is_open
 
 
-@pytest.mark.parametrize("trial", [99.0, 101.0])
-def test_after_a_pause_it_opens_for_a_whole_window(trial: float) -> None:
+def test_what_counts_is_the_ratio_to_plain_decoding_of_the_same_batch() -> None:
+    gate = DraftGate()
+    for n in range(WINDOW):
+        requests = 1 + n % 4
+        gate.observe(99.0 * requests, PLAIN * requests)
+    assert not gate.is_open
+
+
+@pytest.mark.parametrize(("trial", "stays_open"), [(99.0, False), (101.0, False), (103.0, True)])
+def test_after_a_pause_it_opens_for_a_trial_that_must_win_clearly(trial: float, stays_open: bool) -> None:
     gate = observed(*[50.0] * WINDOW)
-    for left in range(PAUSE, 0, -1):
-        assert gate.pause_left == left
-        assert not gate.is_open
-        gate.pass_plain_step()
-    for _ in range(WINDOW - 1):
+    assert wait(gate) == PAUSE
+    for _ in range(TRIAL):
         assert gate.is_open
-        gate.observe(trial, PLAIN_MS)
-    gate.observe(trial, PLAIN_MS)
-    assert gate.is_open == (trial > 100.0)
+        gate.observe(trial, PLAIN)
+    assert gate.is_open == stays_open
+    if stays_open:
+        # No longer on trial: a little better than plain decoding is enough, and the next pause is short again.
+        for _ in range(100):
+            gate.observe(100.5, PLAIN)
+        assert gate.is_open
+        while gate.is_open:
+            gate.observe(10.0, PLAIN)
+        assert wait(gate) == PAUSE
+
+
+def test_trials_that_lose_are_ever_rarer() -> None:
+    gate, pauses = observed(*[50.0] * WINDOW), []
+    for _ in range(7):
+        pauses.append(wait(gate))
+        for _ in range(TRIAL):
+            gate.observe(50.0, PLAIN)
+    assert pauses == [48, 96, 192, 384, 768, 768, 768]
+    assert TRIAL / (TRIAL + LONGEST) < 0.02
+
+
+def test_a_request_that_finds_no_room_for_long_is_starved_until_it_is_verified() -> None:
+    gate = DraftGate()
+    for _ in range(24):
+        assert not gate.is_starved
+        gate.observe(150.0, PLAIN, verify_len=0)
+    assert gate.is_starved
+    gate.observe(150.0, PLAIN, verify_len=1)
+    assert not gate.is_starved
+
+
+def test_a_copy_goes_its_own_way() -> None:
+    gate = observed(*[50.0] * WINDOW)
+    gate.unverified = 9
+    other = gate.copy()
+    assert (other.pause_left, other.unverified) == (PAUSE, 0)
+    wait(other)
+    assert gate.pause_left == PAUSE

@@ -15,125 +15,82 @@ import torch
 from torch import Tensor
 
 from cases.harness import chi_square_p
+from engine.chains import VOCAB, WIDTH, Chain, cliffed_cost, global_search, measured_cost, worst_distance
 from sparkchat.engine import rng
 from sparkchat.engine.acceptance import Proposal, accept
 from sparkchat.engine.cost_table import CostLookup
+from sparkchat.engine.lagged_plan import admit, choose_budget
 from sparkchat.engine.planner import plan
 from sparkchat.engine.sampling import draw, probabilities
 from sparkchat.params import CostTable
 
-VOCAB, WIDTH = 3, 2
-
 # Exact enumeration: chains of two drafts over three tokens.
 
 
-class Chain:
-    """Random target and drafter laws of two tokens; confidence is the exact chance of acceptance."""
-
-    def __init__(self, source: random.Random) -> None:
-        self.p = {prefix: _law(source) for prefix in ((), (0,), (1,), (2,))}
-        self.q = {prefix: _law(source) for prefix in ((), (0,), (1,), (2,))}
-
-    def block_law(self, block: tuple[int, int]) -> float:
-        return self.q[()][block[0]] * self.q[block[:1]][block[1]]
-
-    def survival(self, block: tuple[int, int]) -> list[float]:
-        alive, row = 1.0, []
-        for k in range(WIDTH):
-            alive *= sum(map(min, self.p[block[:k]], self.q[block[:k]]))
-            row.append(alive)
-        return row
-
-    def target_law(self) -> Tensor:
-        return torch.tensor(
-            [[self.p[()][a] * self.p[(a,)][b] for b in range(3)] for a in range(3)], dtype=torch.float64
-        )
-
-    def output_law(self, block: tuple[int, int], length: int) -> Tensor:
-        """Law of the first two output tokens after verifying ``length`` drafts of ``block``."""
-        out = torch.zeros(VOCAB, VOCAB, dtype=torch.float64)
-        passed = 1.0
-        for k in range(length):
-            prefix, token = block[:k], block[k]
-            p, q = self.p[prefix], self.q[prefix]
-            rate = min(1.0, p[token] / q[token])
-            rest = [max(a - b, 0.0) for a, b in zip(p, q, strict=True)]
-            if rate < 1.0:
-                for other in range(VOCAB):
-                    self._finish(out, (*prefix, other), passed * (1 - rate) * rest[other] / sum(rest))
-            passed *= rate
-        self._finish(out, block[:length], passed)
-        return out
-
-    def _finish(self, out: Tensor, prefix: tuple[int, ...], weight: float) -> None:
-        """Fill what is missing of two tokens with plain draws."""
-        if len(prefix) == WIDTH:
-            out[prefix] += weight
-            return
-        for token in range(VOCAB):
-            self._finish(out, (*prefix, token), weight * self.p[prefix][token])
-
-
-def _law(source: random.Random) -> list[float]:
-    weights = [source.random() ** 2 + 0.02 for _ in range(VOCAB)]
-    return [w / sum(weights) for w in weights]
-
-
-def cliffed_cost(source: random.Random, requests: int) -> CostLookup:
-    """A cliff after one row more than the anchors, then cheap rows: what makes looking ahead tempting."""
-    first = source.uniform(0.5, 2.0)
-    times = [first] * requests + [first * source.uniform(1.2, 2.5)]
-    while len(times) < requests * (WIDTH + 1):
-        times.append(times[-1] * source.choice([1.0, 1.02, 1.1, 1.6]))
-    return CostLookup(CostTable(tuple(range(1, len(times) + 1)), tuple(times)))
-
-
-Chooser = Callable[[list[list[float]], CostLookup], Sequence[int]]
-
-
 def early_stop(survival: list[list[float]], cost: CostLookup) -> Sequence[int]:
-    return plan(survival, [WIDTH] * len(survival), cost).verify_lens
+    return plan(survival, [WIDTH] * len(survival), cost.at(len(survival), 30)).verify_lens
 
 
-def global_search(survival: list[list[float]], cost: CostLookup) -> Sequence[int]:
-    order = sorted((-a, j, r) for r, row in enumerate(survival) for j, a in enumerate(row, 1))
-    lens, tokens = [0] * len(survival), float(len(survival))
-    best, chosen = tokens / cost.step_ms(len(survival)), list(lens)
-    for count, (negative, j, r) in enumerate(order, 1):
-        lens[r], tokens = j, tokens - negative
-        theta = tokens / cost.step_ms(len(survival) + count)
-        if theta > best:
-            best, chosen = theta, list(lens)
-    return chosen
+def stale_survivals(requests: int, seed: int) -> list[list[float]]:
+    """Those of other blocks two steps before: of any value, and of no draft of this step."""
+    source = random.Random(seed)
+    alive = []
+    for _ in range(requests):
+        chain = Chain(source)
+        alive.append(chain.survival((source.randrange(VOCAB), source.randrange(VOCAB))))
+    return alive
 
 
-def distance_from_target(chains: Sequence[Chain], cost: CostLookup, choose: Chooser) -> float:
-    """Total variation between the joint output law of all requests and the product of their targets'."""
-    blocks = list(itertools.product(range(VOCAB), repeat=WIDTH))
-    joint: Tensor | float = 0.0
-    for drawn in itertools.product(blocks, repeat=len(chains)):
-        lens = choose([chain.survival(block) for chain, block in zip(chains, drawn, strict=True)], cost)
-        law = torch.ones(1, dtype=torch.float64)
-        for chain, block, length in zip(chains, drawn, lens, strict=True):
-            law = torch.outer(law, chain.block_law(block) * chain.output_law(block, length).flatten()).flatten()
-        joint = joint + law
-    wanted = torch.ones(1, dtype=torch.float64)
-    for chain in chains:
-        wanted = torch.outer(wanted, chain.target_law().flatten()).flatten()
-    return float((joint - wanted).abs().sum()) / 2
+class Lagged:
+    """The asynchronous form: budgets by stale confidences, whoever is likeliest now gets them."""
+
+    def __init__(self) -> None:
+        self.seed, self.budgets = 0, set[int]()
+
+    def __call__(self, survival: list[list[float]], cost: CostLookup) -> Sequence[int]:
+        requests = len(survival)
+        if cost is not self.__dict__.get("cost"):  # another case: one past for all blocks of this step
+            self.cost, self.seed = cost, self.seed + 1
+            stale = stale_survivals(requests, self.seed)
+            self.budget = choose_budget(stale, cost.at(requests, 40)).drafts
+            self.budgets.add(self.budget)
+        return admit(survival, [WIDTH] * requests, self.budget)
 
 
-def worst_distance(requests: int, cases: int, choose: Chooser) -> float:
-    source = random.Random(13 + requests)
-    return max(
-        distance_from_target([Chain(source) for _ in range(requests)], cliffed_cost(source, requests), choose)
-        for _ in range(cases)
-    )
+def budget_of_now(survival: list[list[float]], cost: CostLookup) -> Sequence[int]:
+    """The mistake of a form without the lag: the budget by this step's own confidences."""
+    requests = len(survival)
+    return admit(survival, [WIDTH] * requests, choose_budget(survival, cost.at(requests)).drafts)
+
+
+def with_floors(survival: list[list[float]], cost: CostLookup) -> Sequence[int]:
+    """The second request found no room for long, so that its first draft is verified."""
+    requests = len(survival)
+    return plan(survival, [WIDTH] * requests, cost.at(requests), floors=[0, 1][-requests:]).verify_lens
 
 
 @pytest.mark.parametrize(("requests", "cases"), [(1, 400), (2, 60)])
 def test_the_early_stop_is_lossless_over_cliffed_costs(requests, cases):
     assert worst_distance(requests, cases, early_stop) < 1e-12
+
+
+@pytest.mark.parametrize(("requests", "cases"), [(1, 200), (2, 15)])
+@pytest.mark.parametrize("choose", [early_stop, with_floors])
+def test_the_early_stop_is_lossless_over_tables_by_requests(requests, cases, choose):
+    assert worst_distance(requests, cases, choose, measured_cost) < 1e-12
+
+
+@pytest.mark.parametrize(("requests", "cases"), [(1, 300), (2, 25)])
+@pytest.mark.parametrize("costs", [cliffed_cost, measured_cost])
+def test_the_lagged_budget_is_lossless_over_cliffed_costs(requests, cases, costs):
+    lagged = Lagged()
+    assert worst_distance(requests, cases, lagged, costs) < 1e-12
+    assert lagged.budgets == set(range(requests * WIDTH + 1))  # cliffs are jumped, and every budget comes up
+
+
+@pytest.mark.parametrize(("requests", "cases"), [(1, 400), (2, 25)])
+def test_a_budget_by_this_steps_confidences_is_not_lossless(requests, cases):
+    assert worst_distance(requests, cases, budget_of_now) > 0.01
 
 
 def test_the_early_stop_does_verify_in_these_cases():

@@ -149,6 +149,29 @@ def test_other_rows_of_the_step_count_as_cost_and_their_tokens_as_gain():
     assert plan([[0.5]], [1], cost, extra_rows=2, extra_tokens=2.0).predicted_theta == pytest.approx(300.0)
 
 
+def test_floors_are_admitted_first_and_their_rows_count():
+    cost = lookup(10.0, 10.0, 16.0, 16.5)
+    assert plan([[0.9], [0.1]], [1, 1], lookup(10.0, 10.0, 16.0)).verify_lens == (0, 0)
+    floored = plan([[0.9], [0.1]], [1, 1], cost, floors=[0, 1])
+    assert floored.verify_lens == (1, 1)  # with the row paid for, the next one is cheap
+    assert floored.predicted_ms == 16.5
+    assert floored.predicted_theta == pytest.approx(1000 * 3.0 / 16.5)
+    assert plan([[0.9], [0.1]], [1, 0], cost, floors=[0, 1]).verify_lens[1] == 0  # never beyond the limit
+
+
+def test_a_floor_costs_the_others_only_what_its_row_costs():
+    rng = random.Random(15)
+    for _ in range(200):
+        requests = rng.randint(2, 4)
+        survival = [random_survival(rng, 3) for _ in range(requests)]
+        cost, floors = random_cost(rng, 4 * requests), [rng.randint(0, 1) for _ in range(requests)]
+        chosen = plan(survival, [3] * requests, cost, floors=floors)
+        assert all(n >= floor for n, floor in zip(chosen.verify_lens, floors, strict=True))
+        tokens = requests + sum(sum(row[:n]) for row, n in zip(survival, chosen.verify_lens, strict=True))
+        assert chosen.predicted_ms == cost.step_ms(requests + chosen.budget)
+        assert chosen.predicted_theta == pytest.approx(1000 * tokens / chosen.predicted_ms)
+
+
 def test_load_shrinks_lengths_when_rows_cost():
     cost = CostLookup(CostTable(tuple(range(1, 65)), tuple(10.0 + 0.02 * n * n for n in range(1, 65))))
     row = [0.9**k for k in range(1, 8)]

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from sparkchat.engine.cost_table import CostLookup
+from sparkchat.engine.lagged_lengths import choose_lagged
 from sparkchat.engine.request import RequestState
 from sparkchat.engine.step_plan import (
     REASON_DOES_NOT_PAY,
@@ -19,7 +20,7 @@ from sparkchat.engine.step_plan import (
     intend,
     standing_mode,
 )
-from sparkchat.params import CostTable, GenerateRequest, SamplingParams
+from sparkchat.params import BatchCosts, ContextCosts, CostTable, GenerateRequest, SamplingParams
 
 BLOCK = 5
 MODES = ("off", "static", "compact", "cap-accept")
@@ -166,6 +167,50 @@ def test_cap_accept_verifies_everything_and_caps_what_is_committed() -> None:
     lookup = CostLookup(CostTable((1, 2, 3), (1.0, 1.01, 9.0)))
     (chosen,) = choose_lengths([state()], [planned("cap-accept")], [[0.9] * 5], pair(cost=lookup))
     assert (chosen.verify_len, chosen.cap) == (BLOCK, 1)
+
+
+def test_a_cap_of_the_users_own_needs_no_table_and_is_not_planned() -> None:
+    capped = state(accept_cap=2)
+    for table in (None, CostLookup(CostTable((1, 2, 3), (1.0, 1.01, 9.0)))):
+        intent = intend(capped, "cap-accept", pair(cost=table))
+        assert intent.fallback is None
+        (chosen,) = choose_lengths([capped], [intent], [[0.9] * 5], pair(cost=table))
+        assert (chosen.verify_len, chosen.cap, chosen.budget) == (BLOCK, 2, None)
+    capped.delivered = [0] * 95  # two more tokens may be delivered
+    intent = intend(capped, "cap-accept", pair())
+    assert choose_lengths([capped], [intent], [[0.9] * 5], pair())[0].cap == 1
+
+
+def test_costs_are_those_of_the_batch_and_its_context() -> None:
+    batches = (
+        BatchCosts(1, (1, 2, 3, 4, 5, 6), (1.0, 1.1, 1.2, 1.3, 1.4, 1.5), 0.9),
+        BatchCosts(4, (4, 8, 24), (2.0, 2.4, 4.0), 1.6),
+    )
+    table = CostTable(batches[0].rows, batches[0].step_ms, "measured", 0.9, batches, False, ContextCosts(40, 0.01))
+    looked_up = pair(cost=CostLookup(table))
+    states = [state() for _ in range(4)]
+    for one in states:
+        one.tokens = list(range(21))
+    chosen = choose_lengths(states, [planned() for _ in states], [[0.9] * 5] * 4, looked_up)
+    rows = 4 + chosen[0].budget
+    assert chosen[0].predicted_ms == pytest.approx(looked_up.cost.at(4, 80).step_ms(rows))
+    assert chosen[0].predicted_ms > looked_up.cost.at(4).step_ms(rows)
+    assert chosen[0].plain_theta == pytest.approx(1000 * 4 / (1.6 + 40 * 0.01))
+    seeded = [state(seed=n) for n in range(4)]
+    alone = choose_lengths(seeded, [planned() for _ in states], [[0.9] * 5] * 4, looked_up)
+    assert alone[0].plain_theta == pytest.approx(1000 / 0.9)
+
+
+def test_a_starved_request_is_verified_beside_likelier_ones() -> None:
+    lookup = CostLookup(CostTable((1, 2, 3, 4, 5), (1.0, 1.0, 1.0, 9.0, 9.0)))
+    starved, other = state(), state()
+    starved.gate.unverified = 24
+    intents = [intend(s, "compact", pair(cost=lookup)) for s in (starved, other)]
+    assert [intent.floor for intent in intents] == [1, 0]
+    lengths = choose_lengths([starved, other], intents, [[0.2] * 5, [0.9] * 5], pair(cost=lookup))
+    assert [c.verify_len for c in lengths] == [1, 0]
+    lagged = choose_lagged([starved, other], intents, [[0.2] * 5, [0.9] * 5], pair(cost=lookup))
+    assert lagged[0].verify_len >= 1
 
 
 def test_without_a_table_nothing_is_trimmed() -> None:

@@ -43,6 +43,8 @@ def request_reason(state: RequestState) -> str | None:
         return "logit_bias takes the reference path"
     if sampling.min_tokens > len(state.delivered) and not sampling.ignore_eos:
         return "min_tokens takes the reference path"
+    if state.draft_temperature != "target":
+        return "an adaptive draft temperature takes the reference path"
     if state.request.logprobs is not None:
         return "logprobs take the reference path"
     return None

@@ -1,16 +1,23 @@
-"""What a captured step costs by its rows: the table that budgets are chosen by, from replays over empty caches."""
+"""What a captured step costs by its rows and requests: the table that budgets are chosen by, from replays over empty
+caches."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from sparkchat.engine.captured.decoder import CapturedDecoder
 from sparkchat.engine.captured.laws import Draws
-from sparkchat.params import CostTable
+from sparkchat.engine.captured.tiers import row_tiers
+from sparkchat.engine.cost_table import table_of
+from sparkchat.params import BatchCosts, CostTable
 
 REPEATS = 9
+MOST_POINTS = 24
+"""Row counts timed for one number of requests; each captures a graph that serving then needs as well."""
 
 
-def captured_costs(decoder: CapturedDecoder, concurrency: int, block: int) -> CostTable:
-    """Milliseconds of steps that draft, for 1 and for ``concurrency`` requests at every verify length.
+def captured_costs(decoder: CapturedDecoder, block: int, counts: Sequence[int]) -> CostTable:
+    """Milliseconds of steps of so many requests (ascending from 1), with and without drafting, by rows.
 
     Attention sees hardly a key here: what context adds, it adds to every length alike.
     """
@@ -18,11 +25,20 @@ def captured_costs(decoder: CapturedDecoder, concurrency: int, block: int) -> Co
     def time(count: int, is_drafting: bool, rows: int) -> float:
         return decoder.time_stages(count, is_drafting, rows, Draws.SAMPLED, REPEATS)
 
-    plain_ms = time(1, False, 1)
-    costs = {length + 1: time(1, True, length + 1) for length in range(block + 1)}
-    for length in range(block + 1):
-        rows = concurrency * (length + 1)
-        if rows not in costs:
-            costs[rows] = time(concurrency, True, rows)
-    rows = sorted(costs)
-    return CostTable(tuple(rows), tuple(costs[r] for r in rows), source="measured", plain_ms=plain_ms)
+    batches, is_thinned = [], False
+    for count in counts:
+        tiers = [n for n in row_tiers(block, count) if n >= count]
+        rows = thinned(tiers if tiers[0] == count else [count, *tiers])
+        is_thinned |= len(rows) < len(tiers)
+        times = tuple(time(count, True, n) for n in rows)
+        batches.append(BatchCosts(count, rows, times, time(count, False, count)))
+    # Between rows that were left out a step up would be seen far too early.
+    return table_of(batches, pads_up=not is_thinned)
+
+
+def thinned(rows: Sequence[int]) -> tuple[int, ...]:
+    """At most ``MOST_POINTS`` of them, the ends among them, evenly spread."""
+    if len(rows) <= MOST_POINTS:
+        return tuple(rows)
+    last = len(rows) - 1
+    return tuple(rows[round(i * last / (MOST_POINTS - 1))] for i in range(MOST_POINTS))

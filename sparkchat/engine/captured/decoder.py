@@ -22,7 +22,7 @@ from sparkchat.engine import rng
 from sparkchat.engine.captured.graphs import Stages
 from sparkchat.engine.captured.laws import Draws
 from sparkchat.engine.captured.outcome import outcomes_of
-from sparkchat.engine.captured.ring import PinnedRing, RingSlot
+from sparkchat.engine.captured.ring import PinnedRing, RingSlot, new_event
 from sparkchat.engine.captured.seating import Seat, Seating
 from sparkchat.engine.captured.state import CAP, COMPACT, SHARED, STATIC
 from sparkchat.engine.captured.step import CapturedStep
@@ -35,6 +35,7 @@ from sparkchat.engine.records import StepTimes, step_event
 from sparkchat.engine.request import RequestState
 from sparkchat.engine.step_plan import StepIntent, StepLengths, intend
 from sparkchat.params import Mode
+from sparkchat.simulation import SimulatedAcceptance
 
 Event = dict[str, Any]
 _KINDS = {"off": STATIC, "static": STATIC, "compact": COMPACT, "cap-accept": CAP}
@@ -73,6 +74,15 @@ class CapturedDecoder:
             self._flying = self._launch(going_on, default, flying)
         return [] if flying is None else self._read(flying)
 
+    @torch.inference_mode()
+    def simulate(self, simulated: SimulatedAcceptance) -> None:
+        """Go on with another simulated profile; the pair must have had one when the steps were captured."""
+        chances = self._step.chances
+        if chances is None:
+            raise ValueError("steps without simulated acceptance cannot take it up later")
+        chances.copy_(torch.tensor(simulated.conditional[: len(chances)], dtype=chances.dtype))
+        self._pair.simulated = simulated
+
     def drain(self) -> list[Event]:
         """The events of the step in flight, with none launched behind it: its requests may then go elsewhere."""
         flying, self._flying = self._flying, None
@@ -98,6 +108,7 @@ class CapturedDecoder:
             self._prepare_verify(rows, kind, False)
         progress(total, total)
 
+    @torch.inference_mode()
     def time_stages(self, count: int, draft: bool, num_rows: int, draws: Draws, repeats: int) -> float:
         """Median milliseconds of a step over empty caches: for the cost table."""
         count, num_rows = round_up(count, self._requests), round_up(num_rows, self._rows)
@@ -107,14 +118,15 @@ class CapturedDecoder:
         self._hold_nobody()
         times = []
         for _ in range(repeats):
-            slot = self._ring.take()
-            slot.started.record()
+            # Marks of its own: a step may be in flight.
+            started, ended = new_event(self._pair.device), new_event(self._pair.device)
+            started.record()
             if draft:
                 self._run_draft(count, draws)
             self._run_verify(num_rows, draws, False)
-            slot.copied.record()
-            slot.copied.synchronize()
-            times.append(slot.started.elapsed_time(slot.copied))
+            ended.record()
+            ended.synchronize()
+            times.append(started.elapsed_time(ended))
         self.interrupt()
         return sorted(times)[len(times) // 2]
 
@@ -222,7 +234,7 @@ class CapturedDecoder:
             origins = ["draft"] * outcome.row.taken + ["plain" if intent.draft_len == 0 else "bonus"]
             committed = state.deliver(run, origins, events)
             self._seating.committed(seat)
-            observe(self._pair, state, intent, lengths, state.is_reproducible or len(flying.seats) == 1)
+            observe(state, intent, lengths)
             told.append((seat, intent, lengths, outcome, committed))
         for seat, intent, lengths, outcome, committed in told:
             state = seat.state
