@@ -123,6 +123,7 @@ def step_event(
         "draft_ids": draft_ids,
         "draft_text": [state.output.text_of(token) for token in draft_ids],
         "draft_prob": [finite(v) for v in outcome.p_draft],
+        "target_prob": [finite(v) for v in outcome.p_target],
         "confidence_logit": [finite(v) for v in logits] if has_confidence else [],
         "confidence": _calibrated(logits, pair.temperatures) if has_confidence else [],
         "survival": list(alive) if has_confidence else [],

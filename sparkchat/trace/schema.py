@@ -222,6 +222,7 @@ _OPTIONAL: dict[str, dict[str, tuple[Check, str]]] = {
         "mode_requested": _TEXT,
         "draft_text": (_block(_is_texts), "a short list of text"),
         "draft_prob": _NUMBERS,
+        "target_prob": _NUMBERS,
         "confidence_logit": _NUMBERS,
         "confidence": _NUMBERS,
         "survival": _NUMBERS,

@@ -72,7 +72,7 @@ STATS_DEFINITIONS = (
     "idle: share of the last second in which no step ran; on a GPU, in which it had nothing to do between steps\n"
     "spared: rows of the block that compact did not hand over, and the cache bytes they would have taken\n"
     "lost: drafts that the cut threw away although the target agreed; only cap-accept can know\n"
-    "calibration: mean survival against the share really reached, and the gap over 20 bins (ECE)"
+    "calibration: mean survival -> the share of drafts really reached, and the mean gap over 20 bins (ECE)"
 )
 
 

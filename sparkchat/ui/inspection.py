@@ -31,53 +31,83 @@ def inspection_rows(records: Sequence[StepRecord], index: int, width: int, heigh
     rows: list[Row] = [[(fit(head, width, glyphs.ellipsis), "title")]]
     rows += step_rows(snapshot, width, max(height - 6, 4), glyphs)
     rows += [[], *_position_rows(step, width, glyphs), []]
-    rows += [[(fit(one_line(line), width, glyphs.ellipsis), "text")] for line in _fact_lines(step)]
+    rows += [[(fit(one_line(line), width, glyphs.ellipsis), "text")] for line in _fact_lines(record)]
     rows += [[], *_strip_with_cursor(records, index, width, glyphs)]
     rows = rows[: max(height - 1, 1)]
     return [*rows, [(fit(KEYS, width, glyphs.ellipsis), "dim")]]
 
 
 def _position_rows(step: dict[str, Any], width: int, glyphs: Glyphs) -> list[Row]:
-    drafts = step.get("draft_text") or ()
+    """A table of the drafts, with what both sides gave them: the target's probability where it was asked."""
+    drafts = step.get("draft_text") or step.get("draft_ids") or ()
     if not drafts:
         return []
-    rows: list[Row] = [[(fit("pos  logit  confidence  survival  p(draft)  token", width, glyphs.ellipsis), "dim")]]
+    head = "  ".join(name.rjust(room) for name, _, room in _COLUMNS)
+    rows: list[Row] = [[(fit(f"{head}     token", width, glyphs.ellipsis), "dim")]]
     for position, text in enumerate(drafts):
         mark, style = position_mark(step, position, glyphs)
-        numbers = (
-            f"{position + 1:>3}  {_number(step, 'confidence_logit', position, 5)}  "
-            f"{_number(step, 'confidence', position, 10)}  {_number(step, 'survival', position, 8)}  "
-            f"{_number(step, 'draft_prob', position, 8)}  "
-        )
+        numbers = [str(position + 1).rjust(3)]
+        numbers += [_number(step, field, position, room) for _, field, room in _COLUMNS[1:]]
+        line = "  ".join(numbers) + "  "
         token = one_line(repr(str(text))[1:-1], glyphs.bullet.isascii())
-        row = [(numbers, "text"), (f"{mark} ", style), (token, "text")]
-        used = len(numbers) + 2
-        rows.append([*row[:2], (fit(token, max(width - used, 0), glyphs.ellipsis), "text")] if used < width else [])
+        room = max(width - len(line) - 2, 0)
+        parts = [(line, "text"), (f"{mark} ", style), (fit(token, room, glyphs.ellipsis), "text")]
+        rows.append(parts if room else [(fit(line, width, glyphs.ellipsis), "text")])
     return rows
+
+
+_COLUMNS = (
+    ("pos", "", 3),
+    ("logit", "confidence_logit", 6),
+    ("confid.", "confidence", 7),
+    ("survival", "survival", 8),
+    ("p(draft)", "draft_prob", 8),
+    ("p(target)", "target_prob", 9),
+)
+"""(head, field, width); a dash stands where nothing was measured, as for drafts that were never handed over."""
 
 
 def _number(step: dict[str, Any], name: str, position: int, width: int) -> str:
     values = step.get(name) or ()
-    return number(values[position] if position < len(values) else None, 2).rjust(width)
+    return number(values[position] if position < len(values) else None, 3).rjust(width)
 
 
-def _fact_lines(step: dict[str, Any]) -> list[str]:
-    reject = step.get("reject")
+def _fact_lines(record: StepRecord) -> list[str]:
+    step = record.step
     lines = []
-    if reject is not None:
-        lines.append(
-            f"rejected at {reject.get('pos', 0) + 1}: p(draft) {number(reject.get('p_draft'), 3)}, "
-            f"p(target) {number(reject.get('p_target'), 3)}, rank {reject.get('target_rank', '-')} for the target"
-        )
+    if (reject := step.get("reject")) is not None:
+        lines.append(_rejection(reject, step, record.bonus_text))
     times = ", ".join(f"{name} {number(step.get(f'{name}_ms'))}" for name in ("draft", "plan", "verify", "accept"))
+    theta = step.get("predicted_theta")
     lines.append(f"ms: {times}; step {number(step.get('step_ms'))}, predicted {number(step.get('predicted_step_ms'))}")
     lines.append(
-        f"budget {step.get('budget', '-')}  rows {step.get('rows', '-')}  spared {step.get('rows_reclaimed', '-')}  "
-        f"lost to the cut {'-' if step.get('cap_trim') is None else step['cap_trim']}"
+        f"budget {_known(step.get('budget'))}  rows {_known(step.get('rows'))}  "
+        f"spared {_known(step.get('rows_reclaimed'))}  lost to the cut {_known(step.get('cap_trim'))}  "
+        f"planned tokens/s {number(theta)}"
     )
+    graph = step.get("graph") or {}
+    if graph.get("replayed"):
+        lines.append(f"CUDA graph of {_known(graph.get('key'))} rows")
     if step.get("fallback"):
         lines.append(f"not as asked: {step['fallback']}")
+    if step.get("simulated"):
+        lines.append(f"acceptance is simulated: {step['simulated']}")
     return lines
+
+
+def _rejection(reject: dict[str, Any], step: dict[str, Any], chosen: str | None) -> str:
+    place, drafts = int(reject.get("pos") or 0), step.get("draft_text") or ()
+    draft = repr(str(drafts[place])) if place < len(drafts) else f"token {_known(reject.get('draft_id'))}"
+    instead = repr(chosen) if chosen else f"token {_known(reject.get('target_id'))}"
+    return (
+        f"draft {place + 1} {draft} rejected: p(draft) {number(reject.get('p_draft'), 3)}, "
+        f"p(target) {number(reject.get('p_target'), 3)}, rank {_known(reject.get('target_rank'))} for the target, "
+        f"which chose {instead}"
+    )
+
+
+def _known(value: object) -> str:
+    return "-" if value is None else str(value)
 
 
 def _strip_with_cursor(records: Sequence[StepRecord], index: int, width: int, glyphs: Glyphs) -> list[Row]:

@@ -37,7 +37,7 @@ def number_lines(snapshot: Snapshot, info: Info) -> list[str]:
     where = "GPU" if str(info.get("device", "")).startswith("cuda") else "engine"
     lost = "-" if step.get("cap_trim") is None else step["cap_trim"]
     found = snapshot.calibration
-    said = "-" if found is None else f"said {found.predicted:.0%}, true {found.reached:.0%}, ECE {found.error:.3f}"
+    said = "-" if found is None else f"{found.predicted:.0%} -> {found.reached:.0%}, ECE {found.error:.3f}"
     return [
         f"{number(snapshot.tokens_per_second_now)} tok/s now  {number(snapshot.tokens_per_second)} mean",
         f"speed-up {_times(now)} now  {_times(mean)} mean",

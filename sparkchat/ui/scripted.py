@@ -325,6 +325,7 @@ class ScriptedEngine:
             "draft_ids": [self._token(piece) for piece in drafts],
             "draft_text": drafts,
             "draft_prob": confidence,
+            "target_prob": [(0.9 if right[k] else 0.1) if k < verify_len else None for k in range(size)],
             "confidence_logit": [0.0] * size,
             "confidence": confidence,
             "survival": survival,
@@ -335,7 +336,14 @@ class ScriptedEngine:
             "cap_trim": None if mode == "compact" else full - correct,
             "committed_ids": [self._token(piece) for piece in committed],
             "bonus_token": self._token(committed[-1]) if committed else None,
-            "reject": {"pos": full, "draft_id": 0, "target_id": 0, "p_draft": 0.4, "p_target": 0.1, "target_rank": 2}
+            "reject": {
+                "pos": full,
+                "draft_id": self._token(drafts[full]),
+                "target_id": self._token(committed[-1]),
+                "p_draft": confidence[full],
+                "p_target": 0.1,
+                "target_rank": 2,
+            }
             if rejected
             else None,
             "draft_ms": 1.0,

@@ -140,7 +140,7 @@ async def test_comparing_runs_the_question_under_every_mode_with_one_seed(chat: 
 
 
 async def test_a_comparison_can_be_stopped(chat: Open) -> None:
-    async with chat(options=SLOW, config=make_config(max_tokens=30)) as c:
+    async with chat(options=ScriptedOptions(tokens_per_second=8), config=make_config(max_tokens=30)) as c:
         await c.ready()
         await c.say("short")
         await c.pilot.press("f5")
