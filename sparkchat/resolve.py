@@ -25,7 +25,7 @@ from sparkchat.params import CostTable, LoadSpec, SamplingParams
 from sparkchat.paths import Paths
 from sparkchat.profile import Profile, Setting
 
-SWITCHES = ("SPARKCHAT_MODEL", "SPARKCHAT_OFFLINE", "SPARKCHAT_DEBUG", "SPARKCHAT_API_KEY")
+SWITCHES = ("SPARKCHAT_MODEL", "SPARKCHAT_OFFLINE", "SPARKCHAT_DEBUG", "SPARKCHAT_API_KEY", "SPARKCHAT_ENGINE_KEY")
 """Variables beside those of the option table."""
 
 _DEFAULTS: dict[str, Any] = {name: getattr(SamplingParams(), name) for name in SAMPLING} | {

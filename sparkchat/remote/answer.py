@@ -109,8 +109,9 @@ class RemoteAnswer:
             "drafter": None,
             "mode": "server",
             "text": self._texts["answer"],
-            "prompt_token_ids": self._prompt_ids or [],
-            "token_ids": self._token_ids,
+            # Null where the server does not tell them.
+            "prompt_token_ids": self._prompt_ids,
+            "token_ids": self._token_ids or (None if self._usage["completion_tokens"] != 0 else []),
             "finish_reason": reason,
             "stop": stop,
             "error": message,

@@ -156,6 +156,7 @@ class TraceWriter:
             return [_line("error", turn=None, id=event["id"], error=name, message=result.get("error") or "")]
         fields = _without(result, "schema", "model", "drafter", "prompt_token_ids")
         fields["speculation"] = _reported(result["speculation"])
+        fields["token_ids"] = result["token_ids"] or []  # another engine need not tell them
         return [
             _line(
                 "end",
