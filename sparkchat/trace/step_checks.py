@@ -72,7 +72,7 @@ def _check_reject(step: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _check_lengths(step: Mapping[str, Any]) -> Iterator[str]:
-    for name in ("draft_text", "draft_prob", "confidence_logit", "confidence", "survival"):
+    for name in ("draft_text", "draft_prob", "target_prob", "confidence_logit", "confidence", "survival"):
         values = step.get(name)
         if values and len(values) != len(step["draft_ids"]):
             yield f"{name} has {len(values)} entries for {len(step['draft_ids'])} drafts"

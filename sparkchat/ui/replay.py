@@ -57,19 +57,22 @@ class ReplayApp(SparkApp):
         return self._engine
 
     def compose(self) -> ComposeResult:
-        yield from super().compose()
+        for widget in super().compose():
+            if isinstance(widget, Prompt):
+                # Keys steer the replay until a command is written.
+                widget.can_focus = widget.display = False
+            yield widget
         yield PartsBar(self.glyphs, id="replay")
 
     def on_mount(self) -> None:
-        # The chat's own handler gives the focus to the prompt; this comes behind it.
-        self.call_after_refresh(self._hide_prompt)
+        self._show_position()
         self.set_interval(_REFRESH_SECONDS, self._show_position)
 
     def on_prompt_sent(self, _event: Prompt.Sent) -> None:
         self._hide_prompt()
 
     def _hide_prompt(self) -> None:
-        self.prompt.display = False
+        self.prompt.display = self.prompt.can_focus = False
         self.screen.set_focus(None)
         self._show_position()
 
@@ -131,7 +134,7 @@ class ReplayApp(SparkApp):
         self._show_position()
 
     def action_write_command(self) -> None:
-        self.prompt.display = True
+        self.prompt.display = self.prompt.can_focus = True
         self.prompt.focus()
         self.prompt.set_value("/")
 

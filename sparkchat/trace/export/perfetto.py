@@ -8,7 +8,7 @@ from the first line.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,13 +24,8 @@ PHASES = ("draft", "plan", "verify", "accept")
 
 def write_perfetto(trace: Path, write: Callable[[str], object], damage: Damage) -> list[str]:
     timeline = _Timeline()
-    write('{"traceEvents":[')
-    separator = "\n"
-    for line in read_lines(trace, damage):
-        for event in timeline.events(line):
-            write(separator + dumps(event))
-            separator = ",\n"
-    for event in timeline.close():
+    separator = '{"traceEvents":[\n'
+    for event in timeline.all(read_lines(trace, damage)):
         write(separator + dumps(event))
         separator = ",\n"
     header = {name: timeline.header.get(name) for name in ("model", "drafter", "device", "versions", "created")}
@@ -62,7 +57,16 @@ class _Timeline:
         self._first_ns: int | None = None
         self._last_us = 0.0
 
-    def events(self, line: TraceLine) -> Iterator[Event]:
+    def all(self, lines: Iterable[TraceLine]) -> Iterator[Event]:
+        """The events of a whole file. The first one names the process, also where no header does."""
+        for number, line in enumerate(lines):
+            if number == 0 and line.type != "header":
+                yield from self._header({})
+            yield from self._events(line)
+        for lane in self._answers.left_open:
+            yield self._slice_end(lane)
+
+    def _events(self, line: TraceLine) -> Iterator[Event]:
         if line.type == "header":
             yield from self._header(line.data)
         elif line.type in ("turn", "step", "end"):
@@ -78,11 +82,6 @@ class _Timeline:
             yield self._instant(name, "p", self._us(line.data), {"turn": line.data.get("turn")})
         elif line.type == "error":
             yield self._instant("error", "p", self._last_us, {"message": line.data["message"]})
-
-    def close(self) -> Iterator[Event]:
-        """End the slices of answers that have no end line."""
-        for lane in self._answers.left_open:
-            yield self._slice_end(lane)
 
     def _header(self, header: Mapping[str, Any]) -> Iterator[Event]:
         self.header = self.header or header
@@ -158,7 +157,7 @@ class _Timeline:
     # Events
 
     def _at(self, phase: str, tid: int, us: float) -> Event:
-        return {"ph": phase, "pid": max(self._pid, 1), "tid": tid, "ts": round(us, 3)}
+        return {"ph": phase, "pid": self._pid, "tid": tid, "ts": round(us, 3)}
 
     def _slice(self, name: str, tid: int, begin: float, end: float, args: Mapping[str, Any]) -> Event:
         begin, end = round(begin, 3), round(end, 3)

@@ -22,8 +22,12 @@ Cell = Callable[[Mapping[str, Any]], Any]
 
 def write_step_table(trace: Path, write: Write, damage: Damage) -> list[str]:
     table = csv.writer(_Sink(write), lineterminator="\n")
-    table.writerow(("line", *COLUMNS))
+    has_head = False
     for line in read_lines(trace, damage):
+        if not has_head:
+            # Not before the first line: a file that is no trace gives an error and nothing else.
+            table.writerow(("line", *COLUMNS))
+            has_head = True
         if line.type == "step":
             table.writerow((line.number, *(cell(line.data) for cell in COLUMNS.values())))
     return []
@@ -81,7 +85,9 @@ COLUMNS: dict[str, Cell] = {
         )
     },
     "fallback": _text("fallback"),
-    **{name: _numbers(name) for name in ("draft_ids", "committed_ids", "draft_prob", "confidence_logit")},
+    **{
+        name: _numbers(name) for name in ("draft_ids", "committed_ids", "draft_prob", "target_prob", "confidence_logit")
+    },
     **{name: _numbers(name) for name in ("confidence", "survival")},
     "draft_text": _text("draft_text"),
     "text": _streamed,
