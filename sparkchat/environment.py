@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import csv
 import importlib.metadata
+import importlib.util
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-_PACKAGES = ("torch", "transformers", "safetensors", "gguf", "huggingface_hub", "textual", "rich", "typer")
+_PACKAGES = ("torch", "triton", "transformers", "safetensors", "gguf", "huggingface_hub", "textual", "rich", "typer")
 
 
 @dataclass(frozen=True)
@@ -22,6 +24,8 @@ class Gpu:
     memory_bytes: int
     free_bytes: int
     driver: str
+    compute: str = ""
+    """Compute capability, e.g. 9.0; empty when the driver's tool does not say."""
 
 
 @dataclass(frozen=True)
@@ -32,30 +36,57 @@ class Memory:
 
 def gpus() -> tuple[Gpu, ...]:
     """NVIDIA GPUs that this process may use; empty without the driver's own tool."""
+    fields = "index,name,memory.total,memory.free,driver_version"
+    # Older drivers do not know the last field, and then answer nothing at all.
+    for query in (f"{fields},compute_cap", fields):
+        text = _ask_tool(f"--query-gpu={query}", "--format=csv,noheader,nounits")
+        if text is not None:
+            return _visible(_parse_gpus(text))
+    return ()
+
+
+def has_gpu_tool() -> bool:
+    return shutil.which("nvidia-smi") is not None
+
+
+def _ask_tool(*arguments: str) -> str | None:
+    """What the driver's own tool prints; None when there is none or it fails."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
-        return ()
-    fields = "index,name,memory.total,memory.free,driver_version"
+        return None
     try:
         done = subprocess.run(
-            [tool, f"--query-gpu={fields}", "--format=csv,noheader,nounits"],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=10,
-            check=False,
+            [tool, *arguments], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=10, check=False
         )
     except (OSError, subprocess.TimeoutExpired):
-        return ()
-    return _visible(_parse_gpus(done.stdout)) if done.returncode == 0 else ()
+        return None
+    return done.stdout if done.returncode == 0 else None
+
+
+def driver_cuda() -> str | None:
+    """The newest CUDA that the driver runs."""
+    found = re.search(r"CUDA (?:UMD )?Version\s*:\s*(\d+\.\d+)", _ask_tool() or "")
+    return found[1] if found else None
+
+
+def peer_access() -> dict[tuple[int, int], str]:
+    """(GPU, GPU) -> OK, or in the driver's words why one does not read the other's memory; empty when it is not said."""
+    found: dict[tuple[int, int], str] = {}
+    for line in (_ask_tool("topo", "-p2p", "r") or "").splitlines():
+        cells = re.sub(r"\x1b\[[0-9;]*m", "", line).split()
+        if len(cells) < 2 or not re.fullmatch(r"GPU\d+", cells[0]) or re.fullmatch(r"GPU\d+", cells[1]):
+            continue
+        row = int(cells[0].removeprefix("GPU"))
+        found |= {(row, column): cell for column, cell in enumerate(cells[1:]) if cell != "X"}
+    return found
 
 
 def _parse_gpus(text: str) -> list[Gpu]:
     found = []
     for row in csv.reader(text.splitlines(), skipinitialspace=True):
-        if len(row) == 5 and row[0].isdigit():
+        if len(row) in (5, 6) and row[0].isdigit():
             total, free = (int(cell) << 20 if cell.isdigit() else 0 for cell in row[2:4])
-            found.append(Gpu(int(row[0]), row[1], total, free, row[4]))
+            found.append(Gpu(int(row[0]), row[1], total, free, row[4], row[5] if len(row) == 6 else ""))
     return found
 
 
@@ -72,8 +103,20 @@ def _visible(found: list[Gpu]) -> tuple[Gpu, ...]:
 
 
 def torch_has_cuda() -> bool:
-    """By the version of the installed package, e.g. ``2.13.0+cpu``; torch itself is not imported."""
-    return not str(package_version("torch") or "+cpu").endswith("+cpu")
+    return torch_cuda() is not None
+
+
+def torch_cuda() -> str | None:
+    """The CUDA that the installed torch was built with, by its own version file; torch itself is not imported."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None
+    try:
+        text = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
+    except OSError:
+        return None
+    found = re.search(r"^cuda\b[^=]*=\s*['\"]([^'\"]+)['\"]", text, re.MULTILINE)
+    return found[1] if found else None
 
 
 def package_version(name: str) -> str | None:
