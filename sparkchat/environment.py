@@ -70,7 +70,7 @@ def driver_cuda() -> str | None:
 
 
 def peer_access() -> dict[tuple[int, int], str]:
-    """(GPU, GPU) -> OK, or in the driver's words why one does not read the other's memory; empty when it is not said."""
+    """(GPU, GPU) -> OK, or in the driver's words why not; empty when it is not said."""
     found: dict[tuple[int, int], str] = {}
     for line in (_ask_tool("topo", "-p2p", "r") or "").splitlines():
         cells = re.sub(r"\x1b\[[0-9;]*m", "", line).split()

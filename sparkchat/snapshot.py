@@ -69,6 +69,27 @@ def commit_of(source: HubSource, paths: Paths) -> str | None:
     return source.revision if source.is_pinned else _read_ref(repo_folder(source, paths), source.revision)
 
 
+def cached_repositories(paths: Paths) -> list[HubSource]:
+    """Repositories in the cache that hold a model folder, by their branches, or by commit where they have none."""
+    found = []
+    for folder in sorted(paths.hub_cache.glob("models--*--*")):
+        repo = folder.name.removeprefix("models--").replace("--", "/", 1)
+        refs = sorted(str(ref.relative_to(folder / "refs")) for ref in (folder / "refs").rglob("*") if ref.is_file())
+        by_ref = {name: _read_ref(folder, name) for name in refs}
+        commits = sorted(snapshot.name for snapshot in folder.glob("snapshots/*"))
+        by_name = by_ref | {commit: commit for commit in commits if commit not in by_ref.values()}
+        found += [
+            HubSource(repo, name)
+            for name, commit in by_name.items()
+            if commit is not None and _holds_model(folder / "snapshots" / commit)
+        ]
+    return found
+
+
+def _holds_model(snapshot: Path) -> bool:
+    return (snapshot / "config.json").is_file() and any(snapshot.glob("*.safetensors"))
+
+
 def missing_bytes(listing: Listing, folder: Path) -> int:
     """Bytes still to come, counting what an earlier cut download left."""
     blobs = folder / "blobs"

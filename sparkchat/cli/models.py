@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from sparkchat import environment, inventory, strict_json
-from sparkchat.catalog import DrafterRef, ModelRef, find_drafter, find_model, profile_files
+from sparkchat.catalog import DrafterRef, ModelRef, find_drafter, find_model, known_repositories, profile_files
 from sparkchat.cli import arguments as a
 from sparkchat.cli.memory import memory_report
 from sparkchat.cli.output import as_json, data, note, printable, table
@@ -22,8 +22,9 @@ from sparkchat.fit import describe_needs, needs_of, this_machine
 from sparkchat.locate import is_offline, refetch
 from sparkchat.params import CostTable
 from sparkchat.paths import Paths, user_paths
-from sparkchat.profile import HubSource, Profile, Setting, WheelSource
+from sparkchat.profile import HubSource, Profile, Setting, Source, WheelSource
 from sparkchat.resolve import resolve_options
+from sparkchat.snapshot import cached_repositories
 from sparkchat.store import MARGIN_BYTES, human
 
 
@@ -34,9 +35,9 @@ def register(app: typer.Typer) -> None:
 
 
 def list_models(json_: a.AsJson = False) -> None:
-    """Profiles, and which of their files are on this machine."""
+    """Profiles and fetched repositories, and which of their files are on this machine."""
     paths = user_paths()
-    entries = [_entry(name, paths) for name in profile_files(paths)]
+    entries = [_entry(name, paths) for name in (*profile_files(paths), *_other_repositories(paths))]
     if json_:
         as_json(entries)
         return
@@ -45,6 +46,13 @@ def list_models(json_: a.AsJson = False) -> None:
         for e in entries
     ]
     table(("NAME", "SIZE", "STATE", "MODIFIED", "LABEL"), rows)
+
+
+def _other_repositories(paths: Paths) -> list[str]:
+    """Names of models in the hub's cache that no profile names."""
+    named = known_repositories(paths)
+    found = [source for source in cached_repositories(paths) if source.repo not in named]
+    return [f"hf:{s.repo}" + ("" if s.revision == "main" else f"@{s.revision}") for s in found]
 
 
 def _entry(name: str, paths: Paths) -> dict[str, Any]:
@@ -264,7 +272,7 @@ def rm(model: a.RequiredModel, json_: a.AsJson = False) -> None:
     found = find_model(model, paths)
     if not found.sources:
         raise SparkchatError(f"{model} is your own file, which sparkchat did not fetch; remove {found.path} yourself")
-    sources = (*found.sources, *find_drafter(None, found, paths).sources)
+    sources, kept = _removable(found, paths)
     removed, num_bytes = inventory.remove(sources, paths)
     if not removed:
         raise ModelNotFound(f"nothing of {model} is on this machine; see `sparkchat list`")
@@ -274,6 +282,29 @@ def rm(model: a.RequiredModel, json_: a.AsJson = False) -> None:
     for path in removed:
         data(str(path))
     note(f"{human(num_bytes)} freed")
+    for sentence in kept:
+        note(sentence)
+
+
+def _removable(model: ModelRef, paths: Paths) -> tuple[tuple[Source, ...], list[str]]:
+    """Sources of a model and its drafter, but not those that another profile uses here; and a word on each of these."""
+    users: dict[tuple[str, str], str] = {}
+    for name in profile_files(paths):
+        try:
+            other = find_model(name, paths)
+            if name != model.name and inventory.is_on_disk(other.sources, paths):
+                both = (*other.sources, *find_drafter(None, other, paths).sources)
+                users |= {(source.repo, source.revision): name for source in both if isinstance(source, HubSource)}
+        except SparkchatError:
+            continue
+    sources, kept = [], []
+    for source in (*model.sources, *find_drafter(None, model, paths).sources):
+        user = users.get((source.repo, source.revision)) if isinstance(source, HubSource) else None
+        if user is None:
+            sources.append(source)
+        elif inventory.is_on_disk((source,), paths):
+            kept.append(f"{source.describe()} stays, because {user} uses it")
+    return tuple(sources), kept
 
 
 def verify(model: a.Model = None, json_: a.AsJson = False) -> None:
