@@ -84,9 +84,11 @@ class CapturedDecoder:
         self._pair.simulated = simulated
 
     def drain(self) -> list[Event]:
-        """The events of the step in flight, with none launched behind it: its requests may then go elsewhere."""
+        """The events of the step in flight, with none launched behind it; all requests get up."""
         flying, self._flying = self._flying, None
-        return [] if flying is None else self._read(flying)
+        events = [] if flying is None else self._read(flying)
+        self._seating.clear()
+        return events
 
     def has_in_flight(self, state: RequestState) -> bool:
         return self._flying is not None and any(seat.state is state for seat in self._flying.seats)

@@ -74,6 +74,10 @@ class Seating:
             self._pair.draft_cache.advance(slot.draft.row, length)
             slot.draft.length = length
 
+    def clear(self) -> None:
+        """Everybody gets up; no step may be in flight."""
+        self._seats.clear()
+
     def _clear(self, states: Sequence[RequestState]) -> None:
         """Give up the seats of all but these requests, moving the last ones into the gaps."""
         stay = {id(state) for state in states}
