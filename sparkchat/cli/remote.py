@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import typer
 
-from sparkchat.catalog import load_profile
+from sparkchat.catalog import chosen_profile, load_profile
 from sparkchat.cli.arguments import is_typed, session, typed_flags
 from sparkchat.cli.prepare import chosen_model, refuse_pointless, trace_path
 from sparkchat.config import RunConfig
@@ -31,7 +31,9 @@ def prepare_remote(ctx: typer.Context, url: str) -> tuple[RunConfig, Callable[[]
     """
     server = Server(url, os.environ.get(KEY_VARIABLE) or None)
     name = chosen_model(ctx.params["model"])
-    profile = None if name is None else load_profile(name, user_paths())
+    # The profile that was asked for, or that of MODEL where it is one: its sampling and system text hold there too.
+    asked = ctx.params.get("profile")
+    profile = chosen_profile(asked, user_paths()) if asked else load_profile(name, user_paths()) if name else None
     options = resolve_options(profile, typed_flags(ctx), os.environ)
     _refuse_local(ctx, options)
     refuse_pointless(ctx, options)

@@ -14,6 +14,8 @@ from sparkchat.remote.kinds import Kind
 
 Event = dict[str, Any]
 _THINKING = ("reasoning_content", "reasoning")
+_MIN_WINDOW_NS = 100_000_000
+"""Over less than this no speed is given: chunks that waited in a buffer come all at once."""
 
 
 class RemoteAnswer:
@@ -122,7 +124,7 @@ class RemoteAnswer:
         event: Event = {"event": "end", "id": self._request.id, "result": result, "thinking": self._texts["thinking"]}
         if error is not None:
             event["error"] = "UsageError" if error.exit_code == 2 else type(error).__name__
-        return [*last, event]
+        return [*last, self.progress(), event]
 
     def _reason(self, cancelled: bool, error: SparkchatError | None) -> tuple[str, Any]:
         if error is not None:
@@ -194,7 +196,7 @@ class RemoteAnswer:
         if self._rate is not None:
             return self._rate
         tokens, first = self._usage["completion_tokens"], self._first_ns
-        if tokens is None or first is None or self._last_ns <= first or not self._tokens_at_first:
+        if tokens is None or first is None or not self._tokens_at_first or self._last_ns - first < _MIN_WINDOW_NS:
             return None
         return (tokens - self._tokens_at_first) * 1e9 / (self._last_ns - first) or None
 

@@ -11,9 +11,10 @@ RUN = """
 --mode --drafter --block-size --temperature --top-p --top-k --min-p --repetition-penalty --presence-penalty
 --frequency-penalty --logit-bias --min-tokens --max-tokens --stop --ignore-eos --seed --system --raw --prompt-ids
 --think --no-think --device --tp --dtype --context --graphs --no-graphs --offline --trace --force --json --jsonl
---plain --resume --verbose --color --ascii --dummy-weights --simulate-acceptance --profile
+--plain --resume --verbose --color --ascii --dummy-weights --simulate-acceptance --profile --engine
 """
-ONLY_RUN = {"--prompt-ids", "--json", "--jsonl", "--plain", "--resume", "--color", "--ascii"}
+ONLY_RUN = {"--prompt-ids", "--json", "--jsonl", "--plain", "--resume", "--color", "--ascii", "--engine"}
+SERVING = {"--concurrency", "--host", "--port", "--api-key", "--max-waiting", "--grace"}
 OTHERS = {
     "list": {"--json"},
     "show": {"--resolved", "--json", "--profile", "--context"},
@@ -37,6 +38,7 @@ def test_the_options_of_every_command() -> None:
     commands = get_command(app).commands  # type: ignore[attr-defined]
     assert options(commands["run"]) == set(RUN.split())
     assert options(commands["batch"]) == (set(RUN.split()) - ONLY_RUN) | {"--concurrency"}
+    assert options(commands["serve"]) == (set(RUN.split()) - ONLY_RUN - {"--raw"}) | SERVING
     for name, wanted in OTHERS.items():
         assert options(commands[name]) == wanted, name
 

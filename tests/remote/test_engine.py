@@ -125,7 +125,7 @@ def test_sglang_s_gauges_where_there_are_no_details(play: Play, connect: Connect
 def test_llama_cpp_s_timings_token_by_token(play: Play, connect: Connect) -> None:
     info, events = answered(play, connect, LLAMA_CPP)
     live = [e for e in events if e["event"] == "figures"]
-    assert [e["num_tokens"] for e in live if e["num_tokens"]] == [1, 3, 4]
+    assert [e["num_tokens"] for e in live if e["num_tokens"]] == [1, 3, 4, 4]
     assert [e["num_verified"] for e in live][-1] == 8
     result = events[-1]["result"]
     assert (info["context"], result["token_ids"]) == (2048, None)
