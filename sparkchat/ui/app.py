@@ -17,7 +17,7 @@ from sparkchat.client import EngineClient
 from sparkchat.config import RunConfig
 from sparkchat.errors import SparkchatError
 from sparkchat.paths import user_paths
-from sparkchat.ui.bindings import CHAT_BINDINGS, key_help
+from sparkchat.ui.bindings import CHAT_BINDINGS, key_rows
 from sparkchat.ui.bridge import Batch, Bridge, Engine
 from sparkchat.ui.chats import ChatStore
 from sparkchat.ui.clipboard import copied_message, fill_tmux_buffer, is_too_long, osc52
@@ -96,6 +96,9 @@ class SparkApp(App[int]):
             self._filters = [*self._filters, NoColor()]
         elif config.color == "always" and self.no_color:
             self._filters = [each for each in self._filters if each.__class__.__name__ not in ("Monochrome", "NoColor")]
+        if self.console.color_system == "standard":
+            # Sixteen colours: the terminal's own by name, not what happens to be nearest to a theme's shades.
+            self.theme = "ansi-dark"
 
     def get_default_screen(self) -> Screen[Any]:
         return ChatScreen(id="_default")
@@ -182,8 +185,8 @@ class SparkApp(App[int]):
     def edit(self, text: str) -> None:
         self.prompt.set_value(text)
 
-    def key_help(self) -> str:
-        return key_help(self.BINDINGS, Prompt.BINDINGS, self._keymap_names)
+    def key_rows(self) -> list[tuple[str, str]]:
+        return key_rows(self.BINDINGS, Prompt.BINDINGS, self._keymap_names)
 
     def set_panel(self, shown: bool) -> None:
         self._panel_wish = shown
@@ -263,7 +266,7 @@ class SparkApp(App[int]):
 
     def action_help(self) -> None:
         if not isinstance(self.screen, HelpScreen):
-            self.push_screen(HelpScreen(self.chat.help_text()))
+            self.push_screen(HelpScreen(self.chat.help_rows()))
 
     def action_inspect(self) -> None:
         self.show_steps()

@@ -42,14 +42,13 @@ CHAT_BINDINGS: Sequence[Binding] = (
 _PROMPT_ROWS = (("enter", "send"), ("up, down", "history, on the first and the last line"))
 
 
-def key_help(bindings: Sequence[BindingType], prompt: Sequence[BindingType], keymap: Mapping[str, str]) -> str:
-    """What is bound, after the user's own keys, one action a line."""
-    rows = [_PROMPT_ROWS[0]]
-    rows += [_row(each, keymap) for each in prompt if isinstance(each, Binding) and each.id]
-    rows.append(_PROMPT_ROWS[1])
-    rows += [_row(each, keymap) for each in bindings if isinstance(each, Binding)]
-    width = max(len(keys) for keys, _ in rows)
-    return "\n".join(f"{keys:<{width}}  {what}" for keys, what in rows)
+def key_rows(
+    bindings: Sequence[BindingType], prompt: Sequence[BindingType], keymap: Mapping[str, str]
+) -> list[tuple[str, str]]:
+    """(keys, what they do) of everything that is bound, after the user's own keys."""
+    own = [_row(each, keymap) for each in bindings if isinstance(each, Binding)]
+    writing = [_row(each, keymap) for each in prompt if isinstance(each, Binding) and each.id]
+    return [_PROMPT_ROWS[0], *writing, _PROMPT_ROWS[1], *own]
 
 
 def _row(binding: Binding, keymap: Mapping[str, str]) -> tuple[str, str]:

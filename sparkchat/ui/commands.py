@@ -13,6 +13,7 @@ from sparkchat.params import MODES, Mode, SamplingParams
 from sparkchat.ui.clipboard import code_blocks, is_too_long
 from sparkchat.ui.conversation import Conversation
 from sparkchat.ui.export import export_chat
+from sparkchat.ui.safe_text import in_columns
 from sparkchat.ui.trace_sink import TraceSink
 
 
@@ -100,9 +101,12 @@ def completions(text: str) -> list[str]:
     return [f"/{command.name}" for command in COMMANDS if f"/{command.name}".startswith(text)]
 
 
-def command_table() -> str:
-    width = max(len(command.usage) for command in COMMANDS)
-    return "\n".join(f"{command.usage:<{width}}  {command.help}" for command in COMMANDS)
+def command_rows() -> list[tuple[str, str]]:
+    return [(command.usage, command.help) for command in COMMANDS]
+
+
+def command_table(width: int = 100) -> str:
+    return in_columns(command_rows(), width)
 
 
 def _help(front: ChatFront, argument: str) -> None:

@@ -134,8 +134,7 @@ class Comparison:
 
     def table(self) -> str:
         """A Markdown table of the runs that ended, and what it says."""
-        rows = ["| mode | tok/s | speed-up | acceptance length | steps | tokens | first token ms | text |"]
-        rows.append("|---|---|---|---|---|---|---|---|")
+        rows = ["| mode | tok/s | speed-up | acceptance | steps | tokens | text |", "|---|---|---|---|---|---|---|"]
         rows += [f"| {' | '.join(self._row(run))} |" for run in self.done]
         return "\n".join([*rows, "", self.verdict()])
 
@@ -149,7 +148,6 @@ class Comparison:
             number(run.acceptance_length, 2),
             str(result["speculation"]["num_steps"]),
             str(result["usage"]["completion_tokens"]),
-            number(result["timing"]["ttft_ms"]),
             self.text_note(run),
         ]
 

@@ -40,7 +40,7 @@ class Desk(Protocol):
     def leave(self, code: int) -> None: ...
     def send_to_clipboard(self, text: str) -> str: ...
     def edit(self, text: str) -> None: ...
-    def key_help(self) -> str: ...
+    def key_rows(self) -> list[tuple[str, str]]: ...
     def set_panel(self, shown: bool) -> None: ...
     def show_steps(self) -> None: ...
     def show_comparison(self, comparison: Comparison) -> None: ...
@@ -98,6 +98,8 @@ class EngineSide:
         self.records: deque[StepRecord] = deque(maxlen=MOST_RECORDS)
         """The newest steps of the session."""
         self._comparison: Comparison | None = None
+        self._before_comparison = Snapshot()
+        """The numbers of the newest answer, shown again behind a comparison."""
 
     def steps_of(self, request_id: str | None) -> list[StepRecord]:
         """The steps of one answer that are still at hand, in order."""
@@ -239,7 +241,7 @@ class EngineSide:
         if self.active is not None:
             self._close_answer(None)
         num_tokens = event.get("num_prompt_tokens", len(event["prompt_token_ids"]))
-        prompt = f"(a question of {num_tokens} tokens; a trace keeps no text of it)"
+        prompt = event.get("prompt_text") or f"(a question of {num_tokens} tokens, whose text is not in the trace)"
         turn = self.conversation.adopt(prompt, event["id"])
         self._answers.question(turn)
         self.active = ActiveAnswer(turn)
@@ -276,6 +278,7 @@ class EngineSide:
             return
         self._comparison = None
         self._desk.comparison_moved()
+        self._show_numbers(self._before_comparison)
         self._answers.table(comparison.table())
 
     # Drawing

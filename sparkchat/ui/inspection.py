@@ -10,7 +10,7 @@ from sparkchat.ui.safe_text import fit, one_line
 from sparkchat.ui.stats import Snapshot, StepMark, number
 from sparkchat.ui.step_view import Row, position_mark, step_rows, strip_rows
 
-KEYS = "left/right: one step  page up/down: ten  home/end: first, last  esc: close"
+KEYS = "left/right: one step  page up/down: ten  home/end: first, last  up/down: scroll  esc: close"
 
 
 class StepRecord(NamedTuple):
@@ -20,8 +20,13 @@ class StepRecord(NamedTuple):
     bonus_text: str | None
 
 
-def inspection_rows(records: Sequence[StepRecord], index: int, width: int, height: int, glyphs: Glyphs) -> list[Row]:
-    """Step ``index``: its picture, a table of its positions, its times, and where it lies among the others."""
+def inspection_rows(
+    records: Sequence[StepRecord], index: int, width: int, height: int, glyphs: Glyphs, offset: int = 0
+) -> list[Row]:
+    """Step ``index``: its picture, a table of its positions, its times, and where it lies among the others.
+
+    Where that does not fit, ``offset`` rows are scrolled away.
+    """
     if not records:
         return [[(fit("no step yet: ask something first; esc closes", width, glyphs.ellipsis), "dim")]]
     record = records[index]
@@ -29,11 +34,13 @@ def inspection_rows(records: Sequence[StepRecord], index: int, width: int, heigh
     snapshot = Snapshot(num_steps=1, step=step, bonus_text=record.bonus_text)
     head = f"{index + 1} of {len(records)} steps, {step.get('prefix_len', '-')} tokens before it"
     rows: list[Row] = [[(fit(head, width, glyphs.ellipsis), "title")]]
-    rows += step_rows(snapshot, width, max(height - 6, 4), glyphs)
+    rows += step_rows(snapshot, width, len(step.get("draft_ids") or ()) + 6, glyphs)
     rows += [[], *_position_rows(step, width, glyphs), []]
     rows += [[(fit(one_line(line), width, glyphs.ellipsis), "text")] for line in _fact_lines(record)]
     rows += [[], *_strip_with_cursor(records, index, width, glyphs)]
-    rows = rows[: max(height - 1, 1)]
+    room = max(height - 1, 1)
+    offset = max(0, min(offset, len(rows) - room))
+    rows = rows[offset : offset + room]
     return [*rows, [(fit(KEYS, width, glyphs.ellipsis), "dim")]]
 
 

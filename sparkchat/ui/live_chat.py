@@ -9,12 +9,13 @@ from dataclasses import fields
 from sparkchat.errors import EngineCrash, SparkchatError, UsageError
 from sparkchat.params import MODES, Mode, SamplingParams
 from sparkchat.ui.answer_view import ActiveAnswer
-from sparkchat.ui.commands import command_table, is_command, run_command, without_escape
+from sparkchat.ui.commands import command_rows, is_command, run_command, without_escape
 from sparkchat.ui.compare import Comparison
 from sparkchat.ui.conversation import Turn
 from sparkchat.ui.document import Section
 from sparkchat.ui.engine_side import Desk, EngineSide, View
 from sparkchat.ui.recorded import REFUSAL
+from sparkchat.ui.safe_text import in_columns
 from sparkchat.ui.stats import Snapshot, result_line
 
 __all__ = ["Desk", "LiveChat", "View"]
@@ -109,6 +110,7 @@ class LiveChat(EngineSide):
         if not self.info.get("drafter"):
             raise UsageError("/compare needs a drafter: without one there is nothing to compare")
         self._comparison = Comparison(self.conversation.request_again(turn), turn.seed)
+        self._before_comparison = self._snapshot
         self._desk.show_comparison(self._comparison)
         self._next_comparison()
 
@@ -120,6 +122,7 @@ class LiveChat(EngineSide):
                 self._bridge.cancel(comparison.current.id)
         comparison.stop()
         self._desk.comparison_moved()
+        self._show_numbers(self._before_comparison)
         self._answers.note("comparison stopped")
         return True
 
@@ -176,8 +179,12 @@ class LiveChat(EngineSide):
     def say(self, text: str) -> None:
         self._answers.note(text)
 
+    def help_rows(self) -> list[tuple[str, str]]:
+        """(keys or command, what it does), an empty row between the two kinds."""
+        return [*self._desk.key_rows(), ("", ""), *command_rows()]
+
     def help_text(self) -> str:
-        return f"{self._desk.key_help()}\n\n{command_table()}"
+        return in_columns(self.help_rows(), self._view.transcript.size.width - 2)
 
     def stats_text(self) -> str:
         lines = [

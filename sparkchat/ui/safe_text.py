@@ -9,6 +9,7 @@ selectors, skin tones, flag letters) are left out or spelt, so that every termin
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from functools import lru_cache
 
 from rich.cells import get_character_cell_size
@@ -91,6 +92,14 @@ def fit(text: str, width: int, ellipsis: str = "…") -> str:
         kept.append(character)
         used += cells
     return "".join(kept) + ellipsis + " " * (room - used)
+
+
+def in_columns(rows: Sequence[tuple[str, str]], width: int) -> str:
+    """Two columns; where they leave the right one too little room, what belongs on the right comes below."""
+    left = max((text_width(first) for first, _ in rows), default=0)
+    if width - left - 2 < 30:
+        return "\n".join(f"{first}\n  {second}" if first else "" for first, second in rows)
+    return "\n".join(f"{first}{' ' * (left - text_width(first))}  {second}".rstrip() for first, second in rows)
 
 
 class TerminalFilter:

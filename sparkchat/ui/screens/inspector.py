@@ -14,6 +14,9 @@ from sparkchat.ui.inspection import StepRecord, inspection_rows
 from sparkchat.ui.step_view import Row
 from sparkchat.ui.widgets.step_panel import StepPanel
 
+MOST_ROWS = 60
+"""No picture of a step is scrolled further."""
+
 
 class InspectorPanel(StepPanel):
     """Draws one recorded step."""
@@ -21,6 +24,7 @@ class InspectorPanel(StepPanel):
     def __init__(self, glyphs: Glyphs, records: Sequence[StepRecord], index: int | None) -> None:
         super().__init__(glyphs, id="inspector")
         self._records = records
+        self._offset = 0
         self.index = max(len(records) - 1, 0) if index is None else index
 
     def move(self, by: int) -> None:
@@ -28,14 +32,20 @@ class InspectorPanel(StepPanel):
         self.redraw()
 
     def build(self, width: int, height: int) -> list[Row]:
-        return inspection_rows(self._records, self.index, width, height, self._glyphs)
+        return inspection_rows(self._records, self.index, width, height, self._glyphs, self._offset)
+
+    def scroll_by(self, rows: int) -> None:
+        self._offset = max(0, min(self._offset + rows, MOST_ROWS))
+        self.redraw()
 
 
 class InspectorScreen(ModalScreen[None]):
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape,q,f4", "dismiss", "close"),
-        Binding("left,up", "move(-1)", "step before"),
-        Binding("right,down", "move(1)", "next step"),
+        Binding("left", "move(-1)", "step before"),
+        Binding("right", "move(1)", "next step"),
+        Binding("up", "scroll(-1)", "up, where it does not fit"),
+        Binding("down", "scroll(1)", "down"),
         Binding("pageup", "move(-10)", "ten steps back"),
         Binding("pagedown", "move(10)", "ten steps on"),
         Binding("home", "move(-1000000)", "first step"),
@@ -53,3 +63,6 @@ class InspectorScreen(ModalScreen[None]):
 
     def action_move(self, by: int) -> None:
         self._panel.move(by)
+
+    def action_scroll(self, rows: int) -> None:
+        self._panel.scroll_by(rows)
