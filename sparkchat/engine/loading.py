@@ -17,6 +17,7 @@ import torch
 
 from sparkchat import __version__
 from sparkchat.engine.captured.build import BLOCKS_BEHIND, SPARE_ROWS
+from sparkchat.engine.captured.memory import fitting_context, free_bytes
 from sparkchat.engine.cost_table import CostLookup
 from sparkchat.engine.device import device_name, resolve_device
 from sparkchat.engine.pair import LoadedPair, draft_index_table
@@ -82,7 +83,9 @@ def _load_pair(
     # A block may be drafted over the context limit; what is behind it is never delivered.
     rows, room = spec.concurrency + 1, context + max_block
     if wants_capture(spec, device):
-        rows, room = rows + SPARE_ROWS, context + BLOCKS_BEHIND * max_block
+        rows += SPARE_ROWS
+        context = _context_for_graphs(spec, context, rows, target, drafter, progress)
+        room = context + BLOCKS_BEHIND * max_block
     temperatures, source, notice = temperatures_of(spec, device, max_block - 1 if drafter is not None else 0)
     if notice is not None:
         progress({"event": "notice", "id": None, "message": notice})
@@ -204,6 +207,31 @@ def _meaningless(spec: LoadSpec, pair: LoadedPair) -> list[str]:
             f"acceptance is simulated ({pair.simulated.label}): drafts pass by chance, and the text means nothing"
         )
     return found
+
+
+def _context_for_graphs(spec: LoadSpec, context: int, rows: int, target: Any, drafter: Any, progress: Progress) -> int:
+    """What there is room for when captured steps take all storage at once. Raises NotEnoughMemory."""
+    if target.device.type != "cuda" or not hasattr(target, "decode_rows"):
+        return context
+    config, block, law_bytes = target.config, 0, 0
+    per_position = config.kv_bytes_per_token
+    if drafter is not None:
+        shape, block = drafter.config.decoder, drafter.config.block_size
+        per_position += shape.num_layers * 2 * shape.kv_width * config.kv_dtype.itemsize
+        law_bytes = 2 * 4 * spec.concurrency * block * drafter.config.draft_vocab_size
+    law_bytes += 2 * 4 * spec.concurrency * (block + 1) * config.vocab_size
+    context, notice = fitting_context(
+        spec.context,
+        context,
+        rows=rows,
+        bytes_per_position=per_position,
+        law_bytes=law_bytes,
+        free_bytes=free_bytes(target.device),
+        name=spec.name,
+    )
+    if notice is not None:
+        progress({"event": "notice", "id": None, "message": notice})
+    return context
 
 
 def wants_capture(spec: LoadSpec, device: torch.device) -> bool:

@@ -1,0 +1,127 @@
+"""Parts of captured steps: tiers, allocation, lagged budgets, laws, room."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from sparkchat.engine.captured.allocation import allocate, survival_of
+from sparkchat.engine.captured.laws import Draws, row_laws
+from sparkchat.engine.captured.memory import GRAPHS_BYTES, fitting_context
+from sparkchat.engine.captured.tiers import request_tiers, round_up, row_tiers
+from sparkchat.engine.cost_table import CostLookup
+from sparkchat.engine.lagged_plan import StaleSurvival, admit, choose_budget
+from sparkchat.engine.sampling import probabilities
+from sparkchat.errors import NotEnoughMemory
+from sparkchat.params import CostTable
+
+
+def test_rows_are_exact_up_to_four_windows() -> None:
+    tiers = row_tiers(7, 32)
+    assert tiers[:32] == tuple(range(1, 33))
+    assert tiers[-1] == 8 * 32
+    assert list(tiers) == sorted(set(tiers))
+    assert all(tier % 8 == 0 for tier in tiers[32:])
+    assert row_tiers(7, 1) == tuple(range(1, 9))
+    assert row_tiers(0, 3) == (1, 2, 3)
+    assert request_tiers(1) == (1,)
+    assert request_tiers(34)[-1] == 34
+    assert round_up(33, tiers) == 40
+    with pytest.raises(ValueError, match="largest"):
+        round_up(257, tiers)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_device_admits_what_the_host_would(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    count, width = 1 + seed, 5
+    confidence = torch.randn(count, width, generator=generator) * 3
+    confidence[torch.rand(count, width, generator=generator) < 0.2] = torch.inf  # ties
+    survival = survival_of(confidence, torch.ones(width, dtype=torch.float64))
+    limits = torch.randint(0, width + 1, (count,), generator=generator)
+    sharing = torch.rand(count, generator=generator) < 0.8
+    shared = [i for i in range(count) if sharing[i]]
+    for budget in range(count * width + 1):
+        found = allocate(survival, limits, sharing, torch.tensor([budget]))
+        expected = admit([survival[i].tolist() for i in shared], [int(limits[i]) for i in shared], budget)
+        assert [int(found[i]) for i in shared] == expected
+        assert all(int(found[i]) == 0 for i in range(count) if i not in shared)
+
+
+def test_what_is_no_number_survives_nothing() -> None:
+    survival = survival_of(torch.tensor([[2.0, torch.nan, 2.0]]), torch.ones(3, dtype=torch.float64))
+    assert survival[0, 0] > 0.8
+    assert survival[0, 1:].tolist() == [0.0, 0.0]
+
+
+def test_a_budget_is_the_best_of_all() -> None:
+    """Against trying every budget, over jagged costs."""
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(50):
+        count = int(torch.randint(1, 4, (1,), generator=generator))
+        stale = torch.rand(count, 4, generator=generator).cumprod(dim=1).tolist()
+        costs = (1.0 + torch.rand(20, generator=generator)).tolist()
+        cost = CostLookup(CostTable(tuple(range(1, 21)), tuple(itertools.accumulate(costs, max))))
+        pooled = sorted((v for row in stale for v in row), reverse=True)
+        thetas = [(count + sum(pooled[:b])) / cost.step_ms(count + b) for b in range(len(pooled) + 1)]
+        budget = choose_budget(stale, cost)
+        assert thetas[budget.drafts] == pytest.approx(max(thetas))
+        assert budget.predicted_theta == pytest.approx(1000.0 * max(thetas))
+    assert choose_budget([[0.5, 0.2]], None).drafts == 2
+
+
+def test_budgets_look_two_rounds_back() -> None:
+    stale = StaleSurvival()
+    assert stale.before(1, 3) == (1.0, 1.0, 1.0)
+    for round_ in range(1, 9):
+        stale.keep(round_, [round_ / 10.0, round_ / 20.0])
+        assert len(stale.by_round) <= 3
+    assert stale.before(9, 2) == (0.7, 0.35)
+    assert stale.before(9, 3) == (0.7, 0.35, 0.35)
+    assert stale.before(30, 2) == (1.0, 1.0)
+
+
+@pytest.mark.parametrize("draws", [Draws.SAMPLED, Draws.FILTERED])
+def test_laws_are_those_of_the_loop(draws: Draws) -> None:
+    generator = torch.Generator().manual_seed(4)
+    logits = torch.randn(6, 300, generator=generator) * 3
+    logits[1] = logits[1].round()  # ties
+    temperature = torch.tensor([1.0, 0.7, 1.3, 0.0, 0.5, 1.0])
+    top_k = torch.tensor([0, 7, 40, 0, 300, 1], dtype=torch.int32)
+    top_p = torch.tensor([1.0, 0.8, 0.95, 1.0, 0.5, 1.0])
+    min_p = torch.tensor([0.0, 0.0, 0.05, 0.0, 0.1, 0.0])
+    if draws is Draws.SAMPLED:
+        top_k, top_p, min_p = torch.zeros_like(top_k), torch.ones_like(top_p), torch.zeros_like(min_p)
+    found = row_laws(logits, temperature, top_k, top_p, min_p, draws)
+    assert found is not None
+    expected = probabilities(logits, temperature, top_k, top_p, min_p)
+    for row in (0, 1, 2, 4, 5):
+        assert torch.equal(found[row] > 0, expected[row] > 0)
+        assert torch.allclose(found[row], expected[row], rtol=1e-5, atol=1e-8)
+    assert row_laws(logits, temperature, top_k, top_p, min_p, Draws.GREEDY) is None
+
+
+def test_a_row_without_filters_keeps_its_bits_beside_filtered_ones() -> None:
+    logits = torch.randn(2, 500, generator=torch.Generator().manual_seed(2))
+    settings = [torch.tensor(v) for v in ([0.8, 0.8], [0, 5], [1.0, 0.9], [0.0, 0.0])]
+    plain = row_laws(logits, *settings, Draws.SAMPLED)
+    mixed = row_laws(logits, *settings, Draws.FILTERED)
+    assert plain is not None
+    assert mixed is not None
+    assert torch.equal(plain[0], mixed[0])
+    assert int((mixed[1] > 0).sum()) <= 5
+
+
+def test_a_context_is_cut_to_the_room_there_is() -> None:
+    settings = {"rows": 4, "bytes_per_position": 1000, "law_bytes": 0, "name": "model"}
+    free = GRAPHS_BYTES + 4 * 1000 * 5000
+    assert fitting_context(None, 4096, free_bytes=free, **settings) == (4096, None)  # type: ignore[arg-type]
+    context, notice = fitting_context(None, 40960, free_bytes=free, **settings)  # type: ignore[arg-type]
+    assert context == 4864
+    assert "40960" in str(notice)
+    with pytest.raises(NotEnoughMemory, match="--context 4864"):
+        fitting_context(6000, 40960, free_bytes=free, **settings)  # type: ignore[arg-type]
+    with pytest.raises(NotEnoughMemory, match="no room"):
+        fitting_context(None, 40960, free_bytes=0, **settings)  # type: ignore[arg-type]
