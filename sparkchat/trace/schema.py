@@ -4,8 +4,8 @@ Every line carries ``schema`` and ``type``. Lines of one answer carry ``turn`` (
 started) and ``id`` (the request's own). ``null`` means not measured, never 0. Lengths count drafts only.
 
 header       created (UTC), argv, redaction, and what the engine said when it was ready
-turn         t_ns, sampling, seed, mode, block_size, prompt_token_ids (null and a sha256 when redacted),
-             num_prompt_tokens, cached_tokens
+turn         t_ns, sampling, seed, mode, block_size, prompt_text (the question; null when redacted or asked as token
+             ids), prompt_token_ids (null and a sha256 when redacted), num_prompt_tokens, cached_tokens
 step         the step record, and deltas: the text that became certain since the line before
 mode_change  from, to, t_ns; id null when it holds for all answers
 setting_change  changes: option -> {from, to}, t_ns; holds for this answer from the next step on. Newer than the other
@@ -213,6 +213,7 @@ _OPTIONAL: dict[str, dict[str, tuple[Check, str]]] = {
         "sampling": _OBJECT,
         "mode": _TEXT,
         "block_size": _LENGTH,
+        "prompt_text": _TEXT,
         "prompt_token_ids": _IDS,
         "num_prompt_tokens": _COUNT,
         "cached_tokens": _COUNT,

@@ -33,7 +33,7 @@ class TraceWriter:
 
     An existing file is refused; with ``force`` it is replaced in one move when the new header is on disk, and kept if
     that never happens. ``redaction`` "prompt" writes a sha256 in place of the prompt's token ids and leaves ``argv``
-    out. Raises UsageError, NotEnoughDisk or SparkchatError when the file cannot be opened.
+    and the question out. Raises UsageError, NotEnoughDisk or SparkchatError when the file cannot be opened.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class TraceWriter:
     def _start(self, event: Mapping[str, Any]) -> list[dict[str, Any]]:
         turn = self._turns[event["id"]] = _OpenTurn(self._num_turns)
         self._num_turns += 1
-        rest = _without(event, *_ENVELOPE, "prompt_token_ids", "sampling", "t_ns")
+        rest = _without(event, *_ENVELOPE, "prompt_text", "prompt_token_ids", "sampling", "t_ns")
         prompt = event["prompt_token_ids"]
         is_hidden = self._redaction == "prompt"
         return [
@@ -117,6 +117,7 @@ class TraceWriter:
                 sampling=event["sampling"],
                 seed=event["sampling"].get("seed"),
                 **rest,
+                prompt_text=None if is_hidden else event.get("prompt_text"),
                 prompt_token_ids=None if is_hidden else prompt,
                 **({"prompt_sha256": prompt_sha256(prompt)} if is_hidden and prompt is not None else {}),
                 num_prompt_tokens=None if prompt is None else len(prompt),

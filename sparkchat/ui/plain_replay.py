@@ -50,8 +50,10 @@ class _Printer:
             notices = "".join(f"; {sentence}" for sentence in info["notices"])
             return f"{info.get('model') or 'unknown model'} + {info.get('drafter') or 'no drafter'}{notices}"
         if kind == "start":
-            tokens = event.get("num_prompt_tokens")
-            return f"{request_id}: a question of {'-' if tokens is None else tokens} tokens, mode {event.get('mode')}"
+            tokens, text = event.get("num_prompt_tokens"), event.get("prompt_text")
+            asked = f" {self._quoted(text)}" if text else ""
+            size = "-" if tokens is None else tokens
+            return f"{request_id}: a question of {size} tokens, mode {event.get('mode')}{asked}"
         if kind == "step":
             return self._step(event, self._texts.pop(request_id, ""))
         if kind == "mode_change":

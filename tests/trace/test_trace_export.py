@@ -235,6 +235,15 @@ def test_a_long_session_is_drawn_with_a_bounded_number_of_points(
 # Markdown and confidence records
 
 
+def test_the_question_is_shown_where_the_trace_has_it(tmp_path: Path) -> None:
+    asked = write_session(tmp_path / "q", Answer(question="Is <this> *it*?"))
+    assert "## User\n\nIs <this> *it*?\n\n## Assistant" in exported(asked, "markdown")
+    assert "Is &lt;this&gt; *it*?</div>" in exported(asked, "html")
+    silent = write_session(tmp_path / "s", Answer())
+    for name in ("markdown", "html"):
+        assert "a question of 3 tokens, whose text is not in the trace" in exported(silent, name)
+
+
 def test_markdown_has_every_answer_as_it_was_received(session: Path) -> None:
     text = exported(session, "markdown")
     for line in read_lines(session):

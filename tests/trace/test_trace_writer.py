@@ -232,7 +232,8 @@ def test_answers_side_by_side_and_ids_used_again(tmp_path: Path) -> None:
 def test_redacted_prompt_leaves_no_prompt_behind(tmp_path: Path) -> None:
     path = tmp_path / "a.spark.jsonl"
     prompt = (31337, 31338, 31339)
-    lines = write(path, Answer(prompt=prompt), redaction="prompt", argv=["run", "my secret prompt"])
+    asked = Answer(prompt=prompt, question="my secret question")
+    lines = write(path, asked, redaction="prompt", argv=["run", "my secret prompt"])
     assert "31337" not in path.read_text() and "secret" not in path.read_text()
     assert lines[1]["prompt_token_ids"] is None and lines[1]["prompt_sha256"] == prompt_sha256(prompt)
     assert lines[0]["redaction"] == "prompt" and lines[1]["num_prompt_tokens"] == 3

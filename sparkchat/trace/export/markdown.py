@@ -1,4 +1,4 @@
-"""Markdown: the answers as they were received, with their numbers below. A trace keeps no text of the questions."""
+"""Markdown: questions and answers as they were received, with the numbers of each answer below it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from sparkchat.trace.export.answers import RecordedAnswer, answers
-from sparkchat.trace.export.words import answer_numbers, question
+from sparkchat.trace.export.words import answer_numbers, without_text
 from sparkchat.trace.reader import Damage
 
 
@@ -20,4 +20,5 @@ def _answer(answer: RecordedAnswer) -> str:
     thinking = answer.text("thinking")
     folded = f"<details><summary>thinking</summary>\n\n{thinking}\n\n</details>\n\n" if thinking else ""
     numbers = f"*{answer_numbers(answer)}*"
-    return f"## User\n\n*{question(answer)}*\n\n## Assistant\n\n{folded}{answer.text('answer')}\n\n{numbers}\n"
+    question = answer.start.get("prompt_text") or f"*{without_text(answer)}*"
+    return f"## User\n\n{question}\n\n## Assistant\n\n{folded}{answer.text('answer')}\n\n{numbers}\n"

@@ -13,7 +13,7 @@ from typing import Any
 from sparkchat.trace.export import plot
 from sparkchat.trace.export.answers import RecordedAnswer, answers
 from sparkchat.trace.export.figures import Figures
-from sparkchat.trace.export.words import answer_numbers, one_line, question, shown, visible
+from sparkchat.trace.export.words import answer_numbers, one_line, shown, visible, without_text
 from sparkchat.trace.reader import Damage, read_lines
 
 MOST_CHARACTERS = 2_000_000
@@ -32,8 +32,9 @@ th, td {{ text-align: right; padding: .15em .7em; border-bottom: 1px solid #ddd;
 th:first-child, td:first-child {{ text-align: left; }}
 .plots {{ display: flex; flex-wrap: wrap; gap: 1em; }}
 .plots svg {{ max-width: 100%; height: auto; border: 1px solid #ddd; }}
-.answer {{ white-space: pre-wrap; overflow-wrap: anywhere; unicode-bidi: isolate; border-left: 3px solid #ccc;
-  padding-left: .8em; }}
+.question {{ font-weight: bold; margin: .5em 0; }}
+.answer, .question {{ white-space: pre-wrap; overflow-wrap: anywhere; unicode-bidi: isolate; }}
+.answer {{ border-left: 3px solid #ccc; padding-left: .8em; }}
 .thinking {{ color: #555; }}
 .draft {{ background: #dff3e8; }}
 .target {{ text-decoration: underline; text-decoration-color: #d55e00; }}
@@ -56,7 +57,7 @@ def write_report(trace: Path, write: Callable[[str], object], damage: Damage) ->
     write(_positions(data["acceptance_by_position"]))
     write(
         "<h2>Answers</h2>\n<p class=note><span class=draft>Proposed by the drafter and accepted</span>, "
-        "<span class=target>the model's own</span>. A trace keeps no text of the questions.</p>\n"
+        "<span class=target>the model's own</span>.</p>\n"
     )
     left_out = _answers(trace, write)
     write("</body></html>\n")
@@ -67,7 +68,7 @@ def _answers(trace: Path, write: Callable[[str], object]) -> int:
     """Returns how many were left out."""
     room, left_out = MOST_CHARACTERS, 0
     for answer in answers(trace, Damage()):
-        length = sum(len(run.text) for run in answer.runs)
+        length = sum(len(run.text) for run in answer.runs) + len(answer.start.get("prompt_text") or "")
         if length > room:
             left_out += 1
             continue
@@ -132,13 +133,19 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _answer(answer: RecordedAnswer) -> str:
-    head = f"<h3>Answer {answer.number + 1}</h3><p class=note>{_text(question(answer))}</p>\n"
+    asked = answer.start.get("prompt_text")
+    question = f"<div class=question>{escape(visible(asked))}</div>" if asked else _note(without_text(answer))
+    head = f"<h3>Answer {answer.number + 1}</h3>{question}\n"
     thinking = _runs(answer, "thinking")
     folded = f'<details><summary>thinking</summary><div class="answer thinking">{thinking}</div></details>\n'
     return (
         f"{head}{folded if thinking else ''}<div class=answer>{_runs(answer, 'answer')}</div>"
-        f"<p class=note>{_text(answer_numbers(answer))}</p>\n"
+        f"{_note(answer_numbers(answer))}\n"
     )
+
+
+def _note(text: str) -> str:
+    return f"<p class=note>{_text(text)}</p>"
 
 
 def _runs(answer: RecordedAnswer, channel: str) -> str:

@@ -29,10 +29,11 @@ def shown(value: float | None, digits: int = 2) -> str:
     return f"{value:.{digits}f}" if isinstance(value, float) else str(value)
 
 
-def question(answer: RecordedAnswer) -> str:
+def without_text(answer: RecordedAnswer) -> str:
+    """What stands in place of a question whose text the trace does not have."""
     number = num_prompt_tokens(answer.start)
     size = f"{number} tokens" if number is not None else "unknown length"
-    return f"a question of {size}; a trace keeps no text of it"
+    return f"a question of {size}, whose text is not in the trace"
 
 
 def answer_numbers(answer: RecordedAnswer) -> str:
