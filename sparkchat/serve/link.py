@@ -85,6 +85,7 @@ class EngineLink:
                 self._client.generate(request)
         except EngineCrash as crash:
             for request in requests:
+                self._metrics.lost(request.id)
                 self._forget(request.id)
             raise unavailable(f"the engine has ended; {crash.message}", _RELOAD_SECONDS) from None
         self.is_idle.clear()

@@ -175,7 +175,7 @@ class _Service:
         (self._signalled if len(self._signals) == 1 else self._hurried).set()
 
     def _record(self, event: Event) -> str | None:
-        if event["event"] == "loading" and self._config.verbose:
+        if event["event"] in ("loading", "notice") and self._config.verbose:
             self._say(event["message"])
         return self._trace.event(event) if self._trace is not None else None
 

@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 
 from sparkchat.serve import http
+from sparkchat.serve.choices import Choice
+from sparkchat.serve.fields import Asked
 from sparkchat.serve.http import Exchange, Gone
 from sparkchat.serve.mailbox import Mailbox
 from sparkchat.serve.metrics import Metrics
+from sparkchat.serve.shapes import ChatShape
 
 Event = dict[str, Any]
 
@@ -72,6 +75,35 @@ async def test_a_body_that_does_not_come_is_a_408(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(http.Problem) as caught:
         await exchange.body()
     assert caught.value.status == 408
+
+
+def ended(choice: Choice) -> Choice:
+    speculation = {"num_steps": 0, "num_verified_draft_tokens": 0, "num_accepted_draft_tokens": 0}
+    speculation |= {"verify_len_histogram": [], "acceptance_histogram": []}
+    usage = {"prompt_tokens": 1, "completion_tokens": 3, "cached_tokens": 0}
+    timing = {"ttft_ms": 1.0, "decode_ms": 2.0, "tokens_per_second": None}
+    result = {"finish_reason": "length", "stop": None, "drafter": "d", "usage": usage, "timing": timing}
+    choice.take({"event": "end", "result": {**result, "speculation": speculation}})
+    return choice
+
+
+def test_thinking_of_a_chat_has_a_field_of_its_own() -> None:
+    shape = ChatShape(Asked((), "c"), "m")
+    choice = Choice(0)
+    choice.take({"event": "start", "prompt_token_ids": [1], "cached_tokens": 0})
+    pieces = []
+    for event in (delta("a", "Hm.", 1, 2, channel="thinking"), delta("a", "Yes.", 3)):
+        choice.take(event)
+        pieces.append(shape.piece(choice, event))
+    assert [piece["choices"][0]["delta"] for piece in pieces if piece] == [
+        {"reasoning_content": "Hm."},
+        {"content": "Yes."},
+    ]
+    whole = shape.whole([ended(choice)])
+    message = whole["choices"][0]["message"]
+    assert (message["content"], message["reasoning_content"]) == ("Yes.", "Hm.")
+    assert whole["usage"]["completion_tokens_details"] == {"reasoning_tokens": 2}
+    assert whole["usage"]["speculative_decoding"]["mean_acceptance_length"] is None
 
 
 class Clock:
