@@ -68,7 +68,7 @@ def kernel_laws(logits: Tensor, settings: DrawSettings) -> Laws:
     return buffers.laws
 
 
-@pytest.mark.parametrize("vocab", [1000, 128, 90, 20000])
+@pytest.mark.parametrize("vocab", [1000, 90, 4000])
 def test_kernel_laws(vocab: int, device: torch.device) -> None:
     logits = peaked_logits(len(SETTINGS), vocab, device)
     settings, want = settings_of(SETTINGS, device), Laws.empty(logits)
@@ -121,8 +121,7 @@ def block(vocab: int, device: torch.device, rank: int = 24, width: int = 3) -> d
     }
 
 
-@pytest.mark.parametrize("vocab", [300, 1024])
-@pytest.mark.parametrize("has_map", [False, True])
+@pytest.mark.parametrize(("vocab", "has_map"), [(300, True), (1024, False)])
 def test_markov_block(vocab: int, has_map: bool, device: torch.device) -> None:
     parts, settings = block(vocab, device), settings_of(SETTINGS, device)
     mapping = torch.randperm(2 * vocab, device=device)[:vocab] if has_map else None

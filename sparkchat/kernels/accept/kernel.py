@@ -13,9 +13,9 @@ from torch import Tensor
 from sparkchat.kernels.launch import launch, power_of_two, wait
 from sparkchat.kernels.sampling import VOCAB_BLOCK, DrawSettings, Laws
 from sparkchat.kernels.sampling.kernel import (
-    CHUNK,
     ROW_WARPS,
     block_statistics,
+    chunk_of,
     find_law,
     find_place,
     owner_of,
@@ -262,7 +262,7 @@ def launch_accept_block(
         _find_laws, (num_rows,),
         logits, scratch.block_max, scratch.block_sum, scratch.entries, starts, s.temperature, s.top_k, s.top_p, s.min_p,
         *laws, vocab, logits.stride(0), num_blocks, requests,
-        REQUESTS=padded, MAX_BLOCKS=max_blocks, CHUNK=CHUNK, WIDTH=VOCAB_BLOCK, num_warps=ROW_WARPS,
+        REQUESTS=padded, MAX_BLOCKS=max_blocks, CHUNK=chunk_of(num_blocks), WIDTH=VOCAB_BLOCK, num_warps=ROW_WARPS,
     )  # fmt: skip
     launch(
         _test_drafts, (requests,),

@@ -119,6 +119,14 @@ def launch_small_gemm(
         ROWS=rows, BLOCK_OUT=plan.block_out, BLOCK_K=plan.block_k, PART_K=plan.part_k,
         EVEN_K=k == plan.part_k * plan.splits, EPILOGUE={"add": _ADD, "silu_mul": _SILU_MUL}.get(epilogue, _NONE),
         HAS_BIAS=bias is not None, HAS_SCALES=scales is not None, EXACT=x.dtype == torch.float32,
-        PREFETCH_BYTES=min(plan.prefetch, plan.part_k * weight.element_size()),
+        PREFETCH_BYTES=_prefetched(plan, weight),
         num_warps=plan.warps, num_stages=plan.stages,
     )  # fmt: skip
+
+
+def _prefetched(plan: Plan, weight: Tensor) -> int:
+    """Bytes of each row to call into L2: whole units of 16 that lie within the row."""
+    size = weight.element_size()
+    if weight.shape[1] != plan.part_k * plan.splits or weight.stride(0) * size % 16:
+        return 0
+    return min(plan.prefetch, plan.part_k * size)

@@ -7,11 +7,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sparkchat.kernels.launch import wait
+from sparkchat.kernels.launch import power_of_two, wait
 
-CHUNK = 64
-"""Blocks looked at together."""
 ROW_WARPS = 16
+_CHUNK = 64
+
+
+def chunk_of(num_blocks: int) -> int:
+    """Blocks of a row looked at together."""
+    return min(_CHUNK, power_of_two(num_blocks))
 
 
 @triton.jit
