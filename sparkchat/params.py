@@ -138,6 +138,11 @@ class GenerateRequest:
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
+    @property
+    def question(self) -> str | None:
+        """The text that is answered: the prompt, or the newest message; None for token ids."""
+        return self.messages[-1].get("content") if self.messages else self.prompt
+
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> GenerateRequest:

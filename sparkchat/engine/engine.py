@@ -235,6 +235,7 @@ class Engine:
         events: list[Event] = []
         for state in self._scheduler.retire():
             result = finished_result(
+            "prompt_text": state.request.question,
                 state,
                 model=self.spec.name,
                 drafter=loading.drafter_name(self.spec, self.pair),
