@@ -46,11 +46,18 @@ def test_commands_that_only_print_start_light(args: tuple[str, ...]) -> None:
         "sparkchat.ui.app",
         "sparkchat.hub",
         "sparkchat.trace",
+        "sparkchat.serve.server",
+        "sparkchat.remote.engine",
     ],
 )
 def test_the_process_with_the_terminal_never_loads_the_engines_libraries(module: str) -> None:
     loaded = loaded_after(f"import {module}")
     assert not loaded & set(ENGINE_LIBRARIES)
+
+
+def test_only_serving_loads_the_http_server() -> None:
+    assert "uvicorn" not in loaded_after(ran("serve", "--help"))
+    assert "uvicorn" not in loaded_after("import sparkchat.ui.plain, sparkchat.remote.engine")
 
 
 def test_the_line_front_end_needs_no_full_screen_library() -> None:
