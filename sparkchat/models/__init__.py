@@ -27,6 +27,7 @@ __all__ = ["ForwardBatch", "KVCache", "ModelConfig", "TargetModel", "load_drafte
 TARGETS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 """Dense decoders."""
 DEEPSEEK_V4 = "DeepseekV4ForCausalLM"
+GEMMA4 = tuple(f"Gemma4{kind}For{use}" for kind in ("", "Unified") for use in ("CausalLM", "ConditionalGeneration"))
 
 
 def load_target(
@@ -85,8 +86,13 @@ def _load_target(path: Path, device: torch.device, dtype: torch.dtype | None) ->
         from sparkchat.models.deepseek_v4.loading import load_trunk
 
         return load_trunk(path, device=device, dtype=dtype)
+    if name in GEMMA4:
+        from sparkchat.models.gemma4.model import load_gemma4
+
+        return load_gemma4(path, device, dtype)
     if name not in TARGETS:
-        raise UsageError(f"{path}: architecture {name} is not supported; known: {', '.join((*TARGETS, DEEPSEEK_V4))}")
+        known = ", ".join((*TARGETS, *GEMMA4, DEEPSEEK_V4))
+        raise UsageError(f"{path}: architecture {name} is not supported; known: {known}")
     parsed = parse_target(path, config)
     source = FolderSource(path, parse_fp8_block(config))
     model = DenseModel(source, parsed, device, dtype or _own_dtype(source, device), "model.")

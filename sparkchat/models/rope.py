@@ -20,7 +20,7 @@ class RopeConfig:
 
     theta: float = 10000.0
     kind: str = "default"
-    """default | linear | llama3 | yarn"""
+    """default | linear | llama3 | yarn | proportional"""
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
@@ -29,6 +29,8 @@ class RopeConfig:
     beta_slow: float = 1.0
     attention_factor: float | None = None
     truncate: bool = True
+    rotated_share: float = 1.0
+    """Of proportional: the first pairs, up to this share of a head, turn; the others stand still."""
 
 
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
@@ -38,6 +40,9 @@ def inverse_frequencies(config: RopeConfig, head_dim: int) -> tuple[Tensor, floa
     """Return the angles per position [head_dim/2] float32 and the factor on cosine and sine."""
     steps = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
     plain = 1.0 / (config.theta**steps)
+    if config.kind == "proportional":
+        num_rotated = int(config.rotated_share * head_dim // 2)
+        return torch.where(torch.arange(head_dim // 2) < num_rotated, plain / config.factor, 0.0), 1.0
     if config.kind == "linear":
         return plain / config.factor, 1.0
     if config.kind == "llama3":
