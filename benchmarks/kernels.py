@@ -98,8 +98,8 @@ PRODUCTS = (
     ("down", D, INTER, "partials"),
     ("head", VOCAB, D, "none"),
 )
-TILES = ((64, 128, 3, 4), (64, 128, 4, 4), (64, 128, 5, 4), (64, 256, 3, 4), (64, 64, 8, 4), (128, 64, 6, 4),
-         (128, 128, 3, 4), (128, 128, 4, 8), (128, 128, 5, 4))  # fmt: skip
+TILES = ((64, 128, 3, 4), (64, 128, 4, 4), (64, 128, 5, 4), (64, 256, 3, 4), (64, 64, 8, 4), (128, 128, 3, 4),
+         (128, 128, 4, 8))  # fmt: skip
 """Outputs, inputs of a tile, stages, warps."""
 
 
@@ -116,6 +116,8 @@ def plans(weight: Tensor, epilogue: str, rows: int) -> Iterator[tuple[str, Plan]
             if stages * (block_out + max(16, rows)) * block_k * 2 <= 225_000:
                 name = f"{block_out}x{block_k} split {splits} stages {stages} warps {warps}"
                 yield name, Plan(block_out, block_k, splits, part, stages, warps)
+                if epilogue != "silu_mul" and splits > 2 - (epilogue == "none"):
+                    yield f"{name} bulk", Plan(block_out, block_k, splits, part, stages, warps, is_bulk=True)
 
 
 def product_cases(make: Maker) -> Iterator[Case]:
@@ -276,6 +278,9 @@ def sampling_cases(make: Maker) -> Iterator[Case]:
 
 # A whole step
 
+ALL_PARTS = "pnwa"
+"""Products, norms, writes of keys and values, attention."""
+
 
 class Step:
     """36 layers and the head on static buffers."""
@@ -299,37 +304,55 @@ class Step:
         self.rows = rows
         self.bytes = 2 * layers * sum(n * k for _, n, k, _ in PRODUCTS[:4]) + 2 * VOCAB * D
 
-    def run(self, prefetch: int) -> None:
+    def run(self, prefetch: int, parts: str = ALL_PARTS) -> None:
+        """All launches, or those of the ``parts`` named by their letters."""
+
         def product(x: Tensor, weight: Tensor, out: Tensor, epilogue: str) -> None:
-            plan = replace(plan_of(weight, epilogue, max(16, self.rows)), prefetch=prefetch)
-            launch_small_gemm(x, weight, out, None, None, epilogue, plan)
+            if "p" in parts:
+                plan = replace(plan_of(weight, epilogue, max(16, self.rows)), prefetch=prefetch)
+                launch_small_gemm(x, weight, out, None, None, epilogue, plan)
+
+        def norm(delta: Tensor) -> None:
+            if "n" in parts:
+                launch_add_rms_norm(self.x, delta, self.norm, 1e-6, self.h, None)
 
         qkv, o, down = self.parts
         for (w_qkv, w_o, w_up, w_down), cache in zip(self.weights, self.caches, strict=True):
-            launch_add_rms_norm(self.x, down, self.norm, 1e-6, self.h, None)
+            norm(down)
             product(self.h, w_qkv, qkv, "partials")
-            launch_write_qkv(qkv, self.at, self.row, self.rope, cache, self.q, self.qk, 1e-6, None)
-            launch_decode_attention(
-                self.q, cache, self.starts, self.row, self.at, self.ends, self.mixed, self.space, self.rows, None, None
-            )
+            if "w" in parts:
+                launch_write_qkv(qkv, self.at, self.row, self.rope, cache, self.q, self.qk, 1e-6, None)
+            if "a" in parts:
+                launch_decode_attention(
+                    self.q, cache, self.starts, self.row, self.at, self.ends, self.mixed, self.space, self.rows, None,
+                    None,
+                )  # fmt: skip
             product(self.mixed.view(self.rows, D), w_o, o, "partials")
-            launch_add_rms_norm(self.x, o, self.norm, 1e-6, self.h, None)
+            norm(o)
             product(self.h, w_up, self.up, "silu_mul")
             product(self.up, w_down, down, "partials")
-        launch_add_rms_norm(self.x, down, self.norm, 1e-6, self.h, None)
+        norm(down)
         product(self.h, self.head, self.logits, "none")
+
+
+def run_step(_: int, step: Step, prefetch: int, parts: str) -> None:
+    step.run(prefetch, parts)
 
 
 def time_steps(report: dict[str, Any], bandwidth: float) -> None:
     make = Maker(torch.device("cuda"))
     for rows in (1, 8):
         step = Step(make, rows)
-        for prefetch in (None, *PREFETCHES):
+        kinds = [("no overlap", None, ALL_PARTS), *((f"prefetch {n}", n, ALL_PARTS) for n in PREFETCHES)]
+        kinds += [(f"prefetch 1024, {without}", 1024, parts) for without, parts in (
+            ("products only", "p"), ("no products", "nwa"), ("no norms", "pwa"), ("no writes", "pna"),
+            ("no attention", "pnw"))]  # fmt: skip
+        kinds.append(("no overlap, products only", None, "p"))
+        for label, prefetch, parts in kinds:
             with overlap(prefetch is not None):
-                us = time_graph(lambda i, step=step, prefetch=prefetch: step.run(prefetch or 0), 1, 1)
-            label = "no overlap" if prefetch is None else f"overlap, prefetch {prefetch}"
+                us = time_graph(partial(run_step, step=step, prefetch=prefetch or 0, parts=parts), 1, 1)
             floor = step.bytes / bandwidth * 1e6
-            print(f"step {rows} rows, {label:24} {us:8.1f} us  {us / floor:5.2f} x floor {floor:.0f}", flush=True)
+            print(f"step {rows} rows, {label:32} {us:8.1f} us  {us / floor:5.2f} x floor {floor:.0f}", flush=True)
             report.setdefault("steps", []).append({"rows": rows, "label": label, "us": us, "floor_us": floor})
         del step
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from kernels.agreement import assert_same_sums
 from sparkchat.kernels.gemm import EPILOGUES, gemm_splits, small_gemm
 from sparkchat.kernels.gemm.kernel import launch_small_gemm
-from sparkchat.kernels.gemm.plan import plan
+from sparkchat.kernels.gemm.plan import plan, plan_of
 from sparkchat.kernels.gemm.reference import dequantise, small_gemm_reference
 
 NAN = float("nan")
@@ -36,6 +38,15 @@ def test_against_the_reference(
     launch_small_gemm(x, weight, outs[0], None, bias, epilogue)
     small_gemm_reference(x, weight, outs[1], None, bias, epilogue)
     torch.testing.assert_close(outs[0], outs[1], atol=2e-3, rtol=2e-3)
+
+
+def test_the_bulk_copy_engine_reads_the_same(device: torch.device) -> None:
+    x, weight = torch.randn(5, 512, device=device), torch.randn(200, 512, device=device)
+    used = plan_of(weight, "partials")
+    outs = torch.full((2, used.splits, 5, 200), NAN, device=device)
+    launch_small_gemm(x, weight, outs[0], None, None, "partials")
+    launch_small_gemm(x, weight, outs[1], None, None, "partials", replace(used, is_bulk=True))
+    assert_same_sums(outs[0], outs[1])
 
 
 @pytest.mark.parametrize(("n", "k"), [(256, 384), (130, 200), (64, 2048)])

@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sparkchat.kernels.gemm.plan import Plan, plan_of
 from sparkchat.kernels.launch import launch, power_of_two, wait
@@ -30,11 +31,11 @@ def _prefetch(pointers, BYTES: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _small_gemm(
-    x_ptr, w_ptr, scales_ptr, bias_ptr, out_ptr,
+    x_ptr, w_ptr, w_tiles, scales_ptr, bias_ptr, out_ptr,
     num_rows, num_out, size_k, x_stride, w_stride, scales_stride, out_stride, part_stride,
     ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_K: tl.constexpr, PART_K: tl.constexpr, EVEN_K: tl.constexpr,
     EPILOGUE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SCALES: tl.constexpr, EXACT: tl.constexpr,
-    PREFETCH_BYTES: tl.constexpr, PDL: tl.constexpr,
+    BULK: tl.constexpr, PREFETCH_BYTES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # Gate and up share a tile: its upper half are outputs of one, its lower half the same outputs of the other.
     OUTS: tl.constexpr = BLOCK_OUT // 2 if EPILOGUE == 2 else BLOCK_OUT
@@ -63,7 +64,10 @@ def _small_gemm(
         scale_row = scales_ptr + (w_row // 128).to(tl.int64) * scales_stride
     total = tl.zeros((BLOCK_OUT, ROWS), tl.float32)
     for k in range(0, PART_K, BLOCK_K):
-        if EVEN_K:
+        if BULK:
+            w = w_tiles.load([first_out, start_k + k])
+            x = tl.load(x_at, mask=is_row[None, :], other=0.0)
+        elif EVEN_K:
             w = tl.load(w_at, eviction_policy="evict_first")
             x = tl.load(x_at, mask=is_row[None, :], other=0.0)
         else:
@@ -113,12 +117,12 @@ def launch_small_gemm(
     outs = plan.block_out // 2 if is_silu else plan.block_out
     launch(
         _small_gemm, (-(-(n // 2 if is_silu else n) // outs), plan.splits, -(-count // rows)),
-        x, weight, x if scales is None else scales, x if bias is None else bias, out,
+        x, weight, _tiles(plan, weight, is_silu), x if scales is None else scales, x if bias is None else bias, out,
         count, n, k, x.stride(0), weight.stride(0), 0 if scales is None else scales.stride(0),
         out.stride(-2), out.stride(0) if epilogue == "partials" else 0,
         ROWS=rows, BLOCK_OUT=plan.block_out, BLOCK_K=plan.block_k, PART_K=plan.part_k,
         EVEN_K=k == plan.part_k * plan.splits, EPILOGUE={"add": _ADD, "silu_mul": _SILU_MUL}.get(epilogue, _NONE),
-        HAS_BIAS=bias is not None, HAS_SCALES=scales is not None, EXACT=x.dtype == torch.float32,
+        HAS_BIAS=bias is not None, HAS_SCALES=scales is not None, EXACT=x.dtype == torch.float32, BULK=plan.is_bulk,
         PREFETCH_BYTES=_prefetched(plan, weight),
         num_warps=plan.warps, num_stages=plan.stages,
     )  # fmt: skip
@@ -130,3 +134,12 @@ def _prefetched(plan: Plan, weight: Tensor) -> int:
     if weight.shape[1] != plan.part_k * plan.splits or weight.stride(0) * size % 16:
         return 0
     return min(plan.prefetch, plan.part_k * size)
+
+
+def _tiles(plan: Plan, weight: Tensor, is_silu: bool) -> TensorDescriptor | Tensor:
+    """What the bulk copy engine reads tiles of ``weight`` by. Raises ValueError where it cannot."""
+    if not plan.is_bulk:
+        return weight
+    if is_silu or weight.shape[1] != plan.part_k * plan.splits:
+        raise ValueError("the bulk copy engine takes whole tiles of one weight")
+    return TensorDescriptor.from_tensor(weight, [plan.block_out, plan.block_k])

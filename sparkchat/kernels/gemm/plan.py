@@ -32,6 +32,8 @@ class Plan:
     """Depth of the pipeline of loads."""
     warps: int = 4
     prefetch: int = PREFETCH
+    is_bulk: bool = False
+    """Weights come by the bulk copy engine, not by loads of every thread."""
 
 
 def plan_of(weight: Tensor, epilogue: str, rows: int = 16) -> Plan:

@@ -162,7 +162,8 @@ def launch_markov_block(
             s.min_p, s.seeds, s.rounds, anchors if draft_to_target is None else draft_to_target, buffers.tokens,
             buffers.index, laws.peak, laws.temperature, laws.least, laws.scale, laws.last_tie,
             k, width, vocab, base.stride(0), num_blocks,
-            HAS_MAP=draft_to_target is not None, MAX_BLOCKS=power_of_two(num_blocks), CHUNK=chunk_of(num_blocks), WIDTH=VOCAB_BLOCK,
+            HAS_MAP=draft_to_target is not None, MAX_BLOCKS=power_of_two(num_blocks), CHUNK=chunk_of(num_blocks),
+            WIDTH=VOCAB_BLOCK,
             num_warps=ROW_WARPS,
         )  # fmt: skip
     if hidden is None or confidence is None:
