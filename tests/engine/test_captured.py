@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cases.harness import Runner, random_prompts, to_request, varied_cost
+from sparkchat.engine import engine as engine_module
 from sparkchat.engine.engine import Engine
 from sparkchat.params import LoadSpec
 
@@ -53,6 +55,24 @@ def open_one(target: Path, drafter: Path | None, graphs: bool | None, **spec: An
     runner = Runner(Engine(loaded))
     runner.engine.pair.is_lagged = True
     return runner
+
+
+@pytest.fixture(scope="module")
+def by_kernels(tiny_pair: Any) -> Iterator[Runner]:
+    """Captured steps of the kernels, by their torch references; they want weights as they lie in memory."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torch.backends.mkldnn.is_available", lambda: False)
+        patch.setattr(engine_module, "build_decoder", partial(engine_module.build_decoder, is_fused=True))
+        runner = open_one(tiny_pair.target, tiny_pair.drafter, True)
+    yield runner
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_steps_of_kernels_give_the_same_tokens(sampling: str, tiny_pair: Any, by_kernels: Runner, pairs: Pairs) -> None:
+    loop, _ = pairs(tiny_pair.target, tiny_pair.drafter)
+    for mode in MODES:
+        lines = lines_of(mode, sampling, tokens=8)[1:]
+        assert by_kernels.ids(lines) == loop.ids(lines), mode
 
 
 def is_alike(ours: Any, theirs: Any) -> bool:

@@ -17,9 +17,10 @@ from sparkchat.engine.captured.step import CapturedStep
 from sparkchat.engine.pair import LoadedPair
 from sparkchat.engine.simulated import spread_chances
 from sparkchat.kernels.accept import AcceptBuffers, accept_block
+from sparkchat.kernels.gemm import small_gemm
 from sparkchat.kernels.markov import MarkovBuffers, markov_block
 from sparkchat.kernels.sampling import DrawSettings, Laws, LawScratch
-from sparkchat.models.fused import MOST_SMALL_ROWS, product
+from sparkchat.models.fused import MOST_SMALL_ROWS
 from sparkchat.models.linear import PlainLinear
 
 
@@ -66,7 +67,7 @@ class FusedStep(CapturedStep):
         hidden = drafter.draft_rows(self._block_rows(count, drafter.config.mask_token_id), self.pair.draft_cache)
         base = self._base[:count]
         if hidden.shape[0] <= MOST_SMALL_ROWS:
-            base.view(count * g, -1).copy_(product(hidden, weights.base, out_dtype=torch.float32))
+            small_gemm(hidden, weights.base.weight, base.view(count * g, -1), bias=weights.base.bias)
         else:
             base.view(count * g, -1).copy_(weights.base(hidden))
         markov_block(
@@ -115,7 +116,7 @@ class FusedStep(CapturedStep):
         verify_lens: Tensor,
         caps: Tensor,
         draws: Draws,
-    ) -> Acceptance:
+    ) -> tuple[Acceptance, Tensor]:
         count, g = len(drafted), self.width
         buffers = self._buffers(logits, count)
         accept_block(
@@ -136,15 +137,24 @@ class FusedStep(CapturedStep):
             passed = (self.inputs.uniforms(count)[1] < self.block.chance[:count]) & (place < verify_lens[:, None])
             full = passed.long().cumprod(dim=1).sum(dim=1)
             taken = torch.minimum(full, caps)
-        return Acceptance(
+        accepted = Acceptance(
             accepted_len=taken,
             full_accepted_len=full,
             next_ids=next_ids,
             is_bonus=taken == caps,
             next_is_draft=full > taken,
-            p_draft=buffers.p_draft,
+            p_draft=self._drawn_with(count, drafted) if g else buffers.p_draft,
             p_target=buffers.p_target,
         )
+        return accepted, buffers.laws.peak.isnan()
+
+    def _drawn_with(self, count: int, drafted: Tensor) -> Tensor:
+        """[R, g] q of every draft, tested or not; NaN where nothing was drafted."""
+        laws, g = self._laws_of(count), self.width
+        peak, temperature, scale = (v.view(count, g) for v in (laws.peak, laws.temperature, laws.scale))
+        logits = self._base[:count].gather(2, self.block.index[:count, :, None])[..., 0]
+        q = torch.exp((logits - peak) / temperature) * scale
+        return torch.where(torch.arange(g, device=q.device) < drafted[:, None], q, torch.nan)
 
     def _buffers(self, logits: Tensor, count: int) -> AcceptBuffers:
         """Made when a shape is first run, which is before it is captured; the logits of a shape may lie elsewhere."""

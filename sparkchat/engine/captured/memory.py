@@ -17,7 +17,8 @@ def fitting_context(
     """The context to make room for, and a notice when it is shorter than the model's own.
 
     ``rows`` requests of it take ``bytes_per_position`` for every position, of target and drafter together;
-    ``law_bytes`` are the step's own buffers. Raises NotEnoughMemory when what was asked for does not fit, or nothing useful does.
+    ``law_bytes`` are the step's own buffers. Raises NotEnoughMemory when what was asked for does not fit, or nothing
+    useful does.
     """
     room = free_bytes - law_bytes - GRAPHS_BYTES
     most = max(0, room // (rows * bytes_per_position)) // ROUND_TO * ROUND_TO

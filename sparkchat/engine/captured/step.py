@@ -86,10 +86,8 @@ class CapturedStep:
         rows, owner, is_real, draft_rows = self._pack(count, num_rows, starts)
         hidden, features = self.pair.target.decode_rows(rows, self.pair.cache, self.pair.tap_layers)
         logits = self.pair.target.logits(hidden)
-        is_bad = ~logits.amax(dim=1).isfinite() & is_real
-        logits = torch.where(is_bad[:, None], 0.0, logits)
-        accepted = self._accept(logits, owner, starts, drafted, verify_lens, caps, draws)
-        self._record(count, logits, is_bad, starts, verify_lens, accepted)
+        accepted, is_bad = self._accept(logits, owner, starts, drafted, verify_lens, caps, draws)
+        self._record(count, logits, is_bad & is_real, starts, verify_lens, accepted)
         self._commit(count, starts, accepted)
         if features is not None and self.pair.drafter is not None:
             handed = replace(rows, cache_rows=draft_rows)
@@ -163,8 +161,11 @@ class CapturedStep:
         verify_lens: Tensor,
         caps: Tensor,
         draws: Draws,
-    ) -> Acceptance:
+    ) -> tuple[Acceptance, Tensor]:
+        """The outcome of every request, and which rows of logits [N, V] are not of numbers."""
         s, count = self.seats, len(drafted)
+        is_bad = ~logits.amax(dim=1).isfinite()
+        logits = torch.where(is_bad[:, None], 0.0, logits)
         law = row_laws(logits, s.temperature[owner], s.top_k[owner], s.top_p[owner], s.min_p[owner], draws)
         proposal = None
         if self.width:
@@ -178,7 +179,7 @@ class CapturedStep:
                 chance=None if self.chances is None else self.block.chance[:count],
             )
         _, u_accept, u_next, _ = self.inputs.uniforms(count)
-        return accept(
+        accepted = accept(
             law,
             starts[:-1].clamp(max=len(logits) - 1),
             verify_lens,
@@ -189,6 +190,7 @@ class CapturedStep:
             greedy=s.temperature[:count] < GREEDY_BELOW,
             target_argmax=sampling.argmax_ids(logits),
         )
+        return accepted, is_bad
 
     def _record(
         self, count: int, logits: Tensor, is_bad: Tensor, starts: Tensor, verify_lens: Tensor, accepted: Acceptance
