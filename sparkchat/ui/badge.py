@@ -22,6 +22,9 @@ def badge_text(info: dict[str, Any], snapshot: Snapshot, mode: str, reason_off: 
         return str(info["mode_fixed"])
     if not info.get("drafter"):
         return f"no speculation: {reason_off or info.get('reason_off') or 'no drafter is loaded'}"
+    if mode != "off" and info.get("simulated"):
+        profile = info["simulated"].get("profile")
+        return f"acceptance is simulated ({profile}): drafts pass by chance, and the text means nothing"
     if mode == "off":
         return "speculation is off: mode off was chosen (shift+tab changes it)"
     if info.get("reason_off"):
