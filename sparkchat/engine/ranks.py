@@ -56,8 +56,8 @@ class Team:
 
     def __init__(self, size: int, device: torch.device) -> None:
         """``device``: rank 0's; the others take the GPUs behind it. Raises UsageError where there are too few."""
-        self.size, self.device = size, device
         devices = rank_devices(size, device)
+        self.size, self.device = size, devices[0]
         set_loopback()
         self._folder = Path(tempfile.mkdtemp(prefix="sparkchat-ranks-"))
         self._reports: queue.SimpleQueue[tuple[int, dict[str, Any] | None]] = queue.SimpleQueue()
@@ -67,7 +67,7 @@ class Team:
         for member in self._members:
             place = {"rank": member.rank, "size": size, "device": str(devices[member.rank])}
             self._write(member, {"op": "join", "store": str(self._folder / "store"), **place})
-        self.group = join_group(self._folder / "store", 0, size, device)
+        self.group = join_group(self._folder / "store", 0, size, self.device)
 
     def load(self, paths: Sequence[str | None], dtype: torch.dtype | None, threads: int) -> None:
         """Have the other ranks load their parts of target and drafter; ``wait_until_loaded`` waits for them."""
