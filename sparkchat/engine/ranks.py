@@ -2,7 +2,7 @@
 
 Rank 0 is the engine. It alone plans, draws and accepts; it tells the others which call of the model to make, on a pipe
 to each, and they make it with their parts of the weights (rank_process.py). What a call works on travels by
-``torch.distributed``: gloo on the CPU, NCCL on GPUs. Why so: docs/decisions/0005-ranks-repeat-calls.md.
+``torch.distributed``: gloo on the CPU, NCCL on GPUs. Why so: docs/decisions/0007-ranks-repeat-calls.md.
 
 A rank that ends takes the engine with it: a collective whose partner is gone cannot be left by other means.
 """
