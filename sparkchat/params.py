@@ -114,6 +114,8 @@ class GenerateRequest:
     """With mode cap-accept: most drafts committed a step; None lets the cost table choose."""
     draft_temperature: DraftTemperature | None = None
     """None takes the engine's."""
+    steps: bool = True
+    """Tell every step in an event; its counts are in the result anyway."""
     session: str | None = None
     """Requests of one session share a KV timeline: the common prefix is not computed again."""
     logprobs: int | None = None
@@ -136,13 +138,13 @@ class GenerateRequest:
         if self.logprobs is not None and not (type(self.logprobs) is int and 0 <= self.logprobs <= MOST_LOGPROBS):
             raise UsageError(f"logprobs {self.logprobs!r} is not possible; give 0 to {MOST_LOGPROBS}")
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
     @property
     def question(self) -> str | None:
         """The text that is answered: the prompt, or the newest message; None for token ids."""
         return self.messages[-1].get("content") if self.messages else self.prompt
 
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> GenerateRequest:

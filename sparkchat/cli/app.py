@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 import sparkchat
-from sparkchat.cli import batch, doctor, models, run, serve, trace, train, tune
+from sparkchat.cli import batch, bench, doctor, models, run, serve, trace, train, tune
 from sparkchat.cli.arguments import Session
 from sparkchat.cli.output import data, note, printable
 from sparkchat.errors import Interrupted, UsageError
@@ -53,6 +53,7 @@ models.register(app)
 trace.register(app)
 train.register(app)
 tune.register(app)
+bench.register(app)
 doctor.register(app)
 
 

@@ -141,7 +141,8 @@ class _Batch:
             line.result = self._error_result(line, error.message)
             return
         self.by_id[request_id] = line
-        self.client.generate(request)
+        # Nobody looks at the steps of a batch but its trace.
+        self.client.generate(replace(request, steps=self.trace is not None))
 
     def _take_events(self) -> None:
         events = self.client.poll(0)

@@ -101,7 +101,7 @@ class Admission:
             raise UsageError(f"stop strings were given, but {self._spec.name} has no tokenizer; leave --stop out")
 
 
-_KINDS = {"prompt": str, "system": str, "session": str, "raw": bool, "think": bool}
+_KINDS = {"prompt": str, "system": str, "session": str, "raw": bool, "think": bool, "steps": bool}
 
 
 def _check_types(request: GenerateRequest) -> None:

@@ -46,6 +46,7 @@ class Engine:
         self.pair, self.text = loading.load_pair(spec, self._progress)
         self.mode: Mode = spec.mode if self.pair.drafter is not None else "off"
         self._slots = SlotTable(self.pair.cache, self.pair.draft_cache)
+        self._has_table_off, self._cost_kept = False, None
         self._scheduler = Scheduler(spec.concurrency, self._slots)
         self._admission = Admission(spec, self.pair, self.text)
         self._live = LiveSettings()
@@ -198,7 +199,7 @@ class Engine:
         return mode in ("compact", "cap-accept") and self.pair.drafter is not None and self.pair.drafter.has_confidence
 
     def _lacks_cost(self, mode: Mode) -> bool:
-        return self.pair.cost is None and self._plans(mode)
+        return self.pair.cost is None and not self._has_table_off and self._plans(mode)
 
     def _find_cost(self, mode: Mode) -> list[Event]:
         """Measure step costs if this mode is the first to plan by them; the ``info`` event then shows the table."""
@@ -206,6 +207,14 @@ class Engine:
             return []
         self.pair.cost = measured_cost(self.spec, self.pair, self._progress)
         self.info = {**self.info, "cost_table": loading.describe_cost(self.pair.cost)}
+        return [{"event": "info", "info": self.info}]
+
+    def plan_by_table(self, is_wanted: bool) -> list[Event]:
+        """Whether plans look at the step costs from now on; without them nothing is trimmed. For comparisons."""
+        if is_wanted == self._has_table_off:
+            self._has_table_off = not is_wanted
+            self.pair.cost, self._cost_kept = self._cost_kept, self.pair.cost
+            self.info = {**self.info, "cost_table": loading.describe_cost(self.pair.cost)}
         return [{"event": "info", "info": self.info}]
 
     def tune_cost(self) -> list[Event]:
@@ -226,6 +235,7 @@ class Engine:
             "sampling": asdict(replace(state.sampling, seed=state.seed)),
             "mode": self._mode_of(state),
             "block_size": state.block_size or None,
+            "prompt_text": state.request.question,
             "prompt_token_ids": list(state.prompt_ids),
             "cached_tokens": state.cached_tokens,
             "t_ns": time.monotonic_ns(),
@@ -235,7 +245,6 @@ class Engine:
         events: list[Event] = []
         for state in self._scheduler.retire():
             result = finished_result(
-            "prompt_text": state.request.question,
                 state,
                 model=self.spec.name,
                 drafter=loading.drafter_name(self.spec, self.pair),

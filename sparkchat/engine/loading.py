@@ -134,6 +134,7 @@ def describe(
         "load_ms": load_ms,
         "temperatures": None if pair.temperatures is None else list(pair.temperatures),
         "temperatures_source": pair.temperatures_source,
+        "kv_bytes_per_token": pair.kv_bytes_per_token,
         "cost_table": describe_cost(pair.cost),
         "versions": _versions(),
         "model_revision": spec.revision,

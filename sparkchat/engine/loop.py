@@ -170,7 +170,7 @@ def _commit(
     for r, state in enumerate(states):
         if state.finish_reason != "error":
             outcome = outcome_of(r, intents[r].draft_len, draft, accepted, target, starts)
-            events.append(step_event(pair, state, intents[r], lengths[r], outcome, alive[r], commits[r], clock, graph))
+            events += step_event(pair, state, intents[r], lengths[r], outcome, alive[r], commits[r], clock, graph)
         state.stale.keep(state.round, alive[r])
         state.round += 1
     return events

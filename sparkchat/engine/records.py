@@ -99,20 +99,22 @@ def step_event(
     num_committed: int,
     clock: StepClock | StepTimes,
     graph: dict[str, Any] | None = None,
-) -> dict[str, Any]:
-    """The ``step`` event of a request; also counts the step in its statistics."""
+) -> list[dict[str, Any]]:
+    """The ``step`` event of a request, unless it asked for none; also counts the step in its statistics."""
     draft_ids, logits, taken = outcome.draft_ids, outcome.confidence_logit, outcome.taken
     correct = min(taken, num_committed)
     state.statistics.record(
         proposed=len(draft_ids), verified=chosen.verify_len, accepted=correct, committed=num_committed
     )
+    if not state.request.steps:
+        return []
     committed = state.delivered[len(state.delivered) - num_committed :] if num_committed else []
     reclaimed = intent.draft_len - chosen.verify_len if intent.mode == "compact" else 0
     has_confidence = pair.drafter is not None and pair.drafter.has_confidence
     fallback = intent.fallback
     if chosen.budget is not None and any(map(math.isnan, logits)):
         fallback = REASON_BAD_CONFIDENCE
-    return {
+    event = {
         "event": "step",
         "id": state.id,
         "i": state.statistics.num_steps - 1,
@@ -147,6 +149,7 @@ def step_event(
         "bytes_reclaimed": reclaimed * pair.kv_bytes_per_token,
         "tokens_per_second": state.tokens_per_second,
     }
+    return [event]
 
 
 def _rejection(outcome: RowOutcome, verify_len: int) -> dict[str, Any] | None:

@@ -242,7 +242,7 @@ class CapturedDecoder:
             state = seat.state
             alive = outcome.survival(self._pair.temperatures)
             state.stale.keep(state.round - 1, alive)
-            events.append(step_event(self._pair, state, intent, lengths, outcome.row, alive, committed, times, graph))
+            events += step_event(self._pair, state, intent, lengths, outcome.row, alive, committed, times, graph)
         return events
 
 

@@ -1,0 +1,149 @@
+"""Times answers of every arm over the same prompts, arms in rotating order so that a slow minute hits all alike."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from sparkchat.bench.arms import Arm
+from sparkchat.bench.chats import Chat
+from sparkchat.bench.engine_runs import EngineRun
+from sparkchat.errors import SparkchatError
+from sparkchat.params import GenerateRequest, SamplingParams
+
+MOST_TOLD = 32
+"""Steps of so many requests together are told one by one, for the error of predicted step times; telling those of more
+would take time of its own."""
+
+Event = dict[str, Any]
+
+
+@dataclass
+class Tally:
+    """What the rounds of one arm at one concurrency came to."""
+
+    seconds: float = 0.0
+    """From the first token of a round to its last, summed."""
+    tokens: int = 0
+    """Delivered after the first token of each answer."""
+    user_speeds: list[float] = field(default_factory=list)
+    """Tokens per second of each answer."""
+    steps: int = 0
+    proposed: int = 0
+    verified: int = 0
+    accepted: int = 0
+    rounds: int = 0
+    predictions: list[tuple[float, float]] = field(default_factory=list)
+    """(predicted, measured) milliseconds of a step."""
+
+    def add(self, results: Sequence[dict[str, Any]], seconds: float) -> None:
+        self.rounds += 1
+        self.seconds += seconds
+        for result in results:
+            self.tokens += len(result["token_ids"]) - 1
+            if result["timing"]["tokens_per_second"]:
+                self.user_speeds.append(result["timing"]["tokens_per_second"])
+            counts = result["speculation"]
+            self.steps += counts["num_steps"]
+            self.proposed += counts["num_proposed_draft_tokens"]
+            self.verified += counts["num_verified_draft_tokens"]
+            self.accepted += counts["num_accepted_draft_tokens"]
+
+    def to_json(self, kv_bytes_per_token: int) -> dict[str, Any]:
+        trimmed = self.proposed - self.verified
+        return {
+            "rounds": self.rounds,
+            "tokens": self.tokens,
+            "tokens_per_second": self.tokens / self.seconds if self.seconds else None,
+            "tokens_per_second_per_user": _mean(self.user_speeds),
+            "num_steps": self.steps,
+            "acceptance_length": self.tokens / self.steps if self.steps else None,
+            "mean_verify_len": self.verified / self.steps if self.steps else None,
+            "utilisation": (self.accepted + self.steps) / (self.verified + self.steps) if self.steps else None,
+            "trimmed_rows": trimmed,
+            "trimmed_bytes": trimmed * kv_bytes_per_token,
+            "step_time_error": _relative_error(self.predictions),
+        }
+
+
+def measure(
+    run: EngineRun,
+    arms: Sequence[Arm],
+    chats: Sequence[Chat],
+    concurrency: int,
+    sampling: SamplingParams,
+    say: Callable[[str], None],
+) -> dict[str, Tally]:
+    """Answer ``chats``, ``concurrency`` at a time, with every arm. Raises SparkchatError when an answer fails."""
+    tallies = {arm.name: Tally() for arm in arms}
+    order = list(arms)
+    for number, start in enumerate(range(0, len(chats), concurrency)):
+        group = chats[start : start + concurrency]
+        for arm in order[number % len(order) :] + order[: number % len(order)]:
+            results, seconds = _round(run, arm, group, sampling, tallies[arm.name])
+            tallies[arm.name].add(results, seconds)
+        say(f"{concurrency} together: {start + len(group)} of {len(chats)} prompts answered by every arm")
+    return tallies
+
+
+def answer(
+    run: EngineRun, arm: Arm, requests: Sequence[GenerateRequest], take: Callable[[Event], None]
+) -> list[dict[str, Any]]:
+    """Results of these requests decoded as ``arm`` does. Raises SparkchatError when one fails."""
+    run.ask({"op": "plan_by_table", "on": arm.by_table}, "info", take)
+    results = run.answer(requests, take)
+    for result in results:
+        if result["finish_reason"] == "error":
+            raise SparkchatError(f"arm {arm.name} failed: {result['error']}")
+    return results
+
+
+def requests_of(
+    arm: Arm, chats: Sequence[Chat], sampling: SamplingParams, *, steps: bool = False
+) -> list[GenerateRequest]:
+    return [
+        GenerateRequest(
+            id=f"{arm.name}-{next(_NUMBERS)}",
+            prompt=None if isinstance(prompt, tuple) else prompt,
+            prompt_ids=prompt if isinstance(prompt, tuple) else None,
+            system=system,
+            mode=arm.mode,
+            block_size=arm.block_size,
+            sampling=sampling,
+            steps=steps,
+        )
+        for prompt, system in chats
+    ]
+
+
+_NUMBERS = itertools.count()
+
+
+def _round(
+    run: EngineRun, arm: Arm, chats: Sequence[Chat], sampling: SamplingParams, tally: Tally
+) -> tuple[list[dict[str, Any]], float]:
+    """Results, and seconds from the first token of any to the last token of all."""
+    first: list[float] = []
+
+    def take(event: Event) -> None:
+        if event["event"] == "delta" and not first:
+            first.append(time.perf_counter())
+        elif event["event"] == "step" and event["predicted_step_ms"] is not None:
+            tally.predictions.append((event["predicted_step_ms"], event["step_ms"]))
+
+    requests = requests_of(arm, chats, replace(sampling, seed=None), steps=len(chats) <= MOST_TOLD)
+    results = answer(run, arm, requests, take)
+    return results, time.perf_counter() - first[0] if first else 0.0
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _relative_error(pairs: Sequence[tuple[float, float]]) -> float | None:
+    """How far the sum of predicted step times is from that of the measured ones, as a share of the latter."""
+    measured = sum(ms for _, ms in pairs)
+    return (sum(ms for ms, _ in pairs) - measured) / measured if measured else None

@@ -1,0 +1,251 @@
+"""What ``bench`` compares, adds up and tells, without an engine."""
+
+from __future__ import annotations
+
+import stat
+import xml.etree.ElementTree as ET
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sparkchat.bench.arms import Arm, chosen_arms, possible_arms
+from sparkchat.bench.chats import held_out_chats, meaningless_chats
+from sparkchat.bench.equality import Equality, compare
+from sparkchat.bench.measuring import Tally, measure
+from sparkchat.bench.plot import throughput_svg
+from sparkchat.bench.png import CONVERTERS, write_png
+from sparkchat.bench.report import HEADER, plot_lines, rows_of, table_rows
+from sparkchat.errors import SparkchatError, UsageError
+from sparkchat.params import GenerateRequest, SamplingParams
+from sparkchat.train.prompts import prompt_books
+
+# Arms
+
+
+def test_the_arms_are_what_the_pair_can_do() -> None:
+    assert list(possible_arms(None, False, None)) == ["off"]
+    assert list(possible_arms("mtp", False, 1)) == ["off", "mtp"]
+    assert list(possible_arms("dspark", False, 3)) == ["off", "static", "static-1", "static-2"]
+    full = possible_arms("dspark", True, 3)
+    assert list(full)[:5] == ["off", "static", "compact", "compact-no-table", "cap-accept"]
+    assert (full["compact-no-table"].mode, full["compact-no-table"].by_table) == ("compact", False)
+    assert (full["static-2"].mode, full["static-2"].block_size) == ("static", 2)
+
+
+def test_plain_decoding_is_always_among_the_chosen() -> None:
+    possible = possible_arms("dspark", True, 3)
+    names = [arm.name for arm in chosen_arms(None, possible)]
+    assert names == ["off", "static", "compact", "compact-no-table", "cap-accept"]
+    assert [arm.name for arm in chosen_arms(["static-1", "static-1"], possible)] == ["off", "static-1"]
+    with pytest.raises(UsageError, match="did you mean 'compact'"):
+        chosen_arms(["compcat"], possible)
+    with pytest.raises(UsageError, match="mtp"):
+        chosen_arms(["mtp"], possible)
+
+
+# Prompts
+
+
+def test_the_chats_are_held_out_and_the_same_every_time() -> None:
+    chats = held_out_chats(40)
+    assert chats == held_out_chats(40)
+    assert chats[:10] == held_out_chats(10)
+    training, held_out = prompt_books()
+    systems = {system for _, system in chats if system is not None}
+    assert 1 <= len(systems) <= len(held_out.system_prompts)
+    assert not systems & set(training.system_prompts)
+    assert len({ids for ids, _ in meaningless_chats(20, 512)}) == 20
+    assert all(0 <= i < 512 for ids, _ in meaningless_chats(20, 512) for i in ids)
+
+
+# Running
+
+
+class FakeRun:
+    """Answers at once. ``tokens`` gives those of a request by arm and prompt number."""
+
+    def __init__(self, tokens: Callable[[str, int], list[int]], dtype: str = "bfloat16", margin: float = 1.0) -> None:
+        self.info = {"dtype": dtype}
+        self.tokens, self.margin = tokens, margin
+        self.asked: list[GenerateRequest] = []
+        self.table: list[bool] = []
+        self.error: str | None = None
+
+    def ask(self, command: dict[str, Any], wanted: str, take: Callable[[Any], None]) -> dict[str, Any]:
+        assert (command["op"], wanted) == ("plan_by_table", "info")
+        self.table.append(command["on"])
+        return {"event": "info"}
+
+    def answer(self, requests: Sequence[GenerateRequest], take: Callable[[Any], None]) -> list[dict[str, Any]]:
+        self.asked += requests
+        results = []
+        for request in requests:
+            if request.logprobs is not None:
+                top = [{"id": 1, "logprob": -0.5}, {"id": 9, "logprob": -0.5 - self.margin}]
+                take({"event": "delta", "logprobs": [{"id": 1, "logprob": -0.5, "top": top}]})
+            take({"event": "delta", "id": request.id})
+            if request.steps:
+                take({"event": "step", "predicted_step_ms": 9.0, "step_ms": 10.0})
+                take({"event": "step", "predicted_step_ms": None, "step_ms": 10.0})
+            name = request.id.rsplit("-", 1)[0]
+            ids = self.tokens(name, int(str(request.prompt or "0")[-1]))
+            results.append(result(ids, self.error))
+        return results
+
+
+def result(ids: list[int], error: str | None = None) -> dict[str, Any]:
+    return {
+        "prompt_token_ids": [7, 8],
+        "token_ids": ids,
+        "finish_reason": "length" if error is None else "error",
+        "error": error,
+        "speculation": {
+            "num_steps": 2,
+            "num_proposed_draft_tokens": 6,
+            "num_verified_draft_tokens": 4,
+            "num_accepted_draft_tokens": 3,
+        },
+        "timing": {"tokens_per_second": 50.0},
+    }
+
+
+CHATS: list[Any] = [(f"prompt {n}", None) for n in range(4)]
+ARMS = [Arm("off", "off"), Arm("static", "static"), Arm("compact-no-table", "compact", by_table=False)]
+
+
+def test_arms_take_turns_over_the_same_prompts() -> None:
+    run = FakeRun(lambda name, number: [1, 2, 3, 4, 5, 6])
+    sampling = SamplingParams(temperature=0.7, max_tokens=6, seed=5)
+    said: list[str] = []
+    tallies = measure(run, ARMS, CHATS, 2, sampling, said.append)  # type: ignore[arg-type]
+    order = [r.id.rsplit("-", 1)[0] for r in run.asked]
+    assert order == ["off"] * 2 + ["static"] * 2 + ["compact-no-table"] * 2 + [
+        *["static"] * 2, *["compact-no-table"] * 2, *["off"] * 2,
+    ]  # fmt: skip
+    assert run.table == [True, True, False, True, False, True]
+    assert [r.prompt for r in run.asked[:6]] == ["prompt 0", "prompt 1"] * 3
+    # A chosen seed would have every request planned alone.
+    assert {r.sampling.seed for r in run.asked} == {None}
+    assert len(said) == 2
+    found = tallies["static"].to_json(kv_bytes_per_token=100)
+    assert (found["rounds"], found["tokens"], found["num_steps"]) == (2, 20, 8)
+    assert found["acceptance_length"] == 2.5
+    assert found["mean_verify_len"] == 2.0
+    assert found["utilisation"] == pytest.approx((12 + 8) / (16 + 8))
+    assert (found["trimmed_rows"], found["trimmed_bytes"]) == (8, 800)
+    assert found["tokens_per_second_per_user"] == 50.0
+    assert found["step_time_error"] == pytest.approx(-0.1)
+
+
+def test_an_answer_that_fails_ends_the_bench() -> None:
+    run = FakeRun(lambda name, number: [])
+    run.error = "the model's logits are not numbers"
+    with pytest.raises(SparkchatError, match=r"arm off failed.*not numbers"):
+        measure(run, ARMS, CHATS, 2, SamplingParams(), lambda text: None)  # type: ignore[arg-type]
+
+
+def test_nothing_done_is_not_measured() -> None:
+    found = Tally().to_json(10)
+    assert found["tokens_per_second"] is found["acceptance_length"] is found["utilisation"] is None
+
+
+# Equality
+
+
+def plain_tokens(name: str, number: int) -> list[int]:
+    return [1] * 6
+
+
+def test_equal_answers_are_equal() -> None:
+    found = compare(FakeRun(plain_tokens), ARMS, CHATS, 2)  # type: ignore[arg-type]
+    assert found == {"static": Equality(4), "compact-no-table": Equality(4)}
+    assert all(equality.is_equal for equality in found.values())
+
+
+def parting(name: str, number: int) -> list[int]:
+    return [1, 1, 9, 9, 9, 9] if name == "static" and number == 2 else [1] * 6
+
+
+def test_another_token_is_a_difference_and_says_where() -> None:
+    found = compare(FakeRun(parting, margin=2.0), ARMS, CHATS, 2)  # type: ignore[arg-type]
+    assert found["compact-no-table"].is_equal
+    assert not found["static"].is_equal
+    assert found["static"].difference == "answer 3 parts at token 2: 9 for 1, which is less likely by 2.00 in logits"
+
+
+def test_two_tokens_that_rounding_cannot_tell_apart_are_no_difference() -> None:
+    run = FakeRun(parting, margin=0.2)
+    found = compare(run, ARMS, CHATS, 4)  # type: ignore[arg-type]
+    assert (found["static"].is_equal, found["static"].near_ties) == (True, 1)
+    (asked,) = [request for request in run.asked if request.logprobs is not None]
+    assert asked.prompt_ids == (7, 8, 1, 1)
+
+
+def test_in_float32_every_difference_counts() -> None:
+    found = compare(FakeRun(parting, dtype="float32", margin=0.0), ARMS, CHATS, 4)  # type: ignore[arg-type]
+    assert not found["static"].is_equal
+
+
+def test_a_shorter_answer_is_a_difference() -> None:
+    run = FakeRun(lambda name, number: [1] * (3 if name == "static" else 6), margin=0.0)
+    assert compare(run, ARMS, CHATS, 4)["static"].difference == "answer 1 has 3 tokens for 6"  # type: ignore[arg-type]
+
+
+# Telling
+
+
+def tally(tokens: int, seconds: float) -> Tally:
+    found = Tally(seconds=seconds)
+    found.add([result([0] * (tokens + 1))], 0.0)
+    return found
+
+
+def test_no_speed_up_is_told_of_an_arm_that_says_something_else() -> None:
+    tallies = {1: {"off": tally(10, 1.0), "static": tally(30, 1.0), "compact": tally(20, 1.0)}}
+    rows = rows_of(tallies, {"static": Equality(4, 0, "answer 1"), "compact": Equality(4, 1)}, 8)
+    by_arm = {row["arm"]: row for row in rows}
+    assert (by_arm["compact"]["speed_up"], by_arm["compact"]["speed_up_per_user"]) == (2.0, 1.0)
+    assert by_arm["static"]["speed_up"] is by_arm["static"]["speed_up_per_user"] is None
+    assert by_arm["static"]["tokens_per_second"] == 30.0
+    cells = {row[1]: row for row in table_rows(rows, ["static"])}
+    assert cells["static"][3] == cells["static"][5] == "refused"
+    assert cells["compact"][3] == "2.00"
+    assert {len(row) for row in cells.values()} == {len(HEADER)}
+
+
+def test_the_plot_is_a_line_for_each_arm() -> None:
+    rows = [
+        {"arm": arm, "concurrency": n, "tokens_per_second": 40.0 * n, "tokens_per_second_per_user": speed / n}
+        for arm, speed in (("off", 40.0), ("<compact>", 80.0))
+        for n in (1, 4, 16)
+    ]
+    lines = plot_lines([*rows, {**rows[0], "arm": "off", "concurrency": 99, "tokens_per_second": None}])
+    assert lines["off"] == [(40.0, 40.0, 1), (10.0, 160.0, 4), (2.5, 640.0, 16)]
+    svg = throughput_svg(lines, "a & b")
+    root = ET.fromstring(svg)
+    space = "{http://www.w3.org/2000/svg}"
+    assert len(root.findall(f"{space}polyline")) == 2
+    assert len(root.findall(f"{space}circle")) == 6
+    texts = [element.text for element in root.iter(f"{space}text")]
+    assert {"a & b", "<compact>", "off", "16"} <= set(texts)
+    for circle in root.findall(f"{space}circle"):
+        assert 0 <= float(circle.get("cx") or -1) <= 760
+        assert 0 <= float(circle.get("cy") or -1) <= 480
+    assert throughput_svg({}, "nothing")  # no points, no line, no error
+
+
+def test_a_png_needs_a_converter_and_its_lack_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    svg = tmp_path / "a.svg"
+    svg.write_text("<svg/>")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    reason = write_png(svg, tmp_path / "a.png")
+    assert reason is not None
+    assert "none of rsvg-convert" in reason
+    program = tmp_path / next(iter(CONVERTERS))
+    program.write_text("#!/bin/sh\nexit 1\n")
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    assert "could not read" in (write_png(svg, tmp_path / "a.png") or "")
+    program.write_text('#!/bin/sh\nprintf "\\211PNG\\r\\n\\032\\n" > "$3"\n')
+    assert write_png(svg, tmp_path / "a.png") is None

@@ -1,0 +1,52 @@
+"""``sparkchat bench`` as a user meets it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cases.harness import parse_strict, sparkchat
+
+ARMS = ["off", "static", "compact", "compact-no-table", "cap-accept"]
+
+
+def test_every_arm_is_timed_at_every_concurrency(mix_folders: dict[str, Path], tmp_path: Path) -> None:
+    pair = (mix_folders["target"], "--drafter", mix_folders["oracle"])
+    options = ("--prompts", "2", "--tokens", "16", "--concurrency", "2,1", "--out", tmp_path, "--context", "400")
+    done = sparkchat("bench", *pair, *options, "--temperature", "0")
+    assert done.code == 0, done.err
+    lines = done.out.splitlines()
+    assert lines[1].split()[:2] == ["TOGETHER", "ARM"]
+    assert [line.split()[1] for line in lines[2:]] == ARMS * 2
+    report = parse_strict((tmp_path / "bench.json").read_text())
+    assert (report["schema"], report["arms"]) == ("sparkchat.bench/1", ARMS)
+    assert (tmp_path / "bench.svg").read_text().startswith("<svg")
+    assert (tmp_path / "bench.png").exists() or "PNG" in done.err
+    assert [(row["concurrency"], row["arm"]) for row in report["results"]] == [(n, arm) for n in (1, 2) for arm in ARMS]
+    assert {name: found["difference"] for name, found in report["equality"].items()} == dict.fromkeys(ARMS[1:])
+    for row in report["results"]:
+        assert row["tokens"] == 2 * 15
+        assert row["tokens_per_second"] > 0
+        assert row["speed_up"] > 0
+        assert (row["acceptance_length"] > 1.5) == (row["arm"] != "off")
+        assert (row["step_time_error"] is not None) == (row["arm"] in ("compact", "cap-accept"))
+    by_arm = {row["arm"]: row for row in report["results"] if row["concurrency"] == 1}
+    assert by_arm["static"]["trimmed_rows"] == 0
+    assert by_arm["off"]["speed_up"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("args", "word"),
+    [
+        (("--concurrency", "1,x"), "--concurrency '1,x'"),
+        (("--concurrency", "0"), "--concurrency '0'"),
+        (("--tokens", "1"), "--tokens"),
+        (("--out", "/nowhere"), "no folder"),
+    ],
+)
+def test_what_cannot_be_timed_is_refused(args: tuple[str, ...], word: str, mix_folders: dict[str, Path]) -> None:
+    done = sparkchat("bench", mix_folders["target"], "--drafter", mix_folders["half"], "--context", "400", *args)
+    assert (done.code, done.out) == (2, "")
+    assert word in done.err
+    assert done.err.count("\n") == 1
