@@ -127,6 +127,10 @@ def load_drafter(
             from sparkchat.models.deepseek_v4.loading import load_drafter as load_inner_drafter
 
             return load_inner_drafter(path, target, device=device, dtype=dtype)
+        if architecture_of(read_config(path)) == "Gemma4DSparkModel":
+            from sparkchat.models.gemma4.drafter import load_gemma4_drafter
+
+            return load_gemma4_drafter(path, target, device, dtype)
         from sparkchat.models.dspark.drafter import Drafter
 
         source = DummySource(device, dtype or torch.bfloat16, DRAFTER_ABSENT) if is_dummy else None

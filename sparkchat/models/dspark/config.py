@@ -58,6 +58,11 @@ def parse_drafter_config(config: ConfigFile) -> DrafterConfig:
             f"{config.where}: drafter architecture {name} is not supported; known: {', '.join(ARCHITECTURES)}"
         )
     decoder = parse_decoder(config, ARCHITECTURES[name])
+    return drafter_config(config, decoder)
+
+
+def drafter_config(config: ConfigFile, decoder: DecoderShape) -> DrafterConfig:
+    """The keys that drafters of all families share, beside the backbone's shape."""
     if any(window is not None for window in decoder.windows):
         raise UsageError(f"{config.where}: drafters with sliding_attention layers are not supported")
     rank = config.whole("markov_rank", 0, least=0)

@@ -80,15 +80,15 @@ class Drafter:
         config = read_drafter_config(path)
         check_fit(path, config, target)
         source = source or FolderSource(path)
-        mapping = _take_mapping(path, source, config)
-        linear_dtype = dtype or _linear_dtype(source, device)
-        dtype = torch.bfloat16 if linear_dtype is torch.int8 else linear_dtype
+        mapping = take_mapping(path, source, config)
+        matrix_dtype = dtype or linear_dtype(source, device)
+        dtype = torch.bfloat16 if matrix_dtype is torch.int8 else matrix_dtype
         shape, d = config.decoder, config.hidden_size
         embedding = target.embedding
         if "embed_tokens.weight" in source:
             embedding = Embedding(source.take("embed_tokens.weight", config.vocab_size, d), device, dtype)
-        stack = DecoderStack(source, shape, "", device, linear_dtype)
-        backbone = Backbone(source, stack, embedding, len(config.target_layer_ids), device, linear_dtype)
+        stack = DecoderStack(source, shape, "", device, matrix_dtype)
+        backbone = Backbone(source, stack, embedding, len(config.target_layer_ids), device, matrix_dtype)
         head = None
         if config.markov_head_type is not None:
             sizes = (config.vocab_size, config.draft_vocab_size, d, config.markov_rank)
@@ -97,7 +97,7 @@ class Drafter:
         if config.has_confidence:
             with_markov = head is not None and config.confidence_with_markov
             confidence = load_confidence(source, d, head.embedding if with_markov and head else None, device)
-        base_head = _load_base_head(source, config, target, mapping, device, linear_dtype)
+        base_head = _load_base_head(source, config, target, mapping, device, matrix_dtype)
         source.finish(["t2d"])
         on_device = None if mapping is None else mapping.to(device)
         return cls(config, backbone, base_head, head, confidence, on_device, device, dtype)
@@ -232,7 +232,7 @@ def check_fit(path: Path, config: DrafterConfig, target: DenseModel) -> None:
     )
 
 
-def _take_mapping(path: Path, source: DraftSource, config: DrafterConfig) -> Tensor | None:
+def take_mapping(path: Path, source: DraftSource, config: DrafterConfig) -> Tensor | None:
     """Target ids [Vd] of a reduced draft vocabulary (d2t holds differences), or None."""
     if "d2t" not in source:
         if config.draft_vocab_size != config.vocab_size:
@@ -264,7 +264,7 @@ def _load_base_head(
     return make_linear(target.head_rows(mapping), None, device=device, dtype=dtype)
 
 
-def _linear_dtype(source: DraftSource, device: torch.device) -> torch.dtype:
+def linear_dtype(source: DraftSource, device: torch.device) -> torch.dtype:
     """Format of the large matrices where nothing was asked for: rounded to 8 bits on the CPU, unless stored in fp32.
 
     Rounding moves the law that drafts are drawn from, not the law of the output.

@@ -87,7 +87,7 @@ def read_gemma4_config(folder: Path) -> Gemma4Config:
         eos = ConfigFile(read_json(generation), generation).whole_numbers("eos_token_id") or eos
     if outer.has("quantization_config"):
         raise UsageError(f"{outer.where}: quantised Gemma 4 folders are not supported; give an unquantised one")
-    _refuse_unknown(config)
+    refuse_unknown(config)
     layers = config.whole("num_hidden_layers", most=1000)
     vocab = config.whole("vocab_size")
     return Gemma4Config(
@@ -106,7 +106,7 @@ def read_gemma4_config(folder: Path) -> Gemma4Config:
     )
 
 
-def _refuse_unknown(config: ConfigFile) -> None:
+def refuse_unknown(config: ConfigFile) -> None:
     """Everything of Gemma 4 that the 12B does without."""
     for key, what in {
         "hidden_size_per_layer_input": "per-layer embeddings (E2B, E4B)",
