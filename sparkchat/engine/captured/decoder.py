@@ -93,6 +93,11 @@ class CapturedDecoder:
     def has_in_flight(self, state: RequestState) -> bool:
         return self._flying is not None and any(seat.state is state for seat in self._flying.seats)
 
+    @property
+    def row_tiers(self) -> tuple[int, ...]:
+        """Row counts that verifications are captured for."""
+        return self._rows
+
     def interrupt(self) -> None:
         """Something else ran on the device: the time since the last step is no idle time."""
         self._last = None
@@ -102,6 +107,7 @@ class CapturedDecoder:
         """Capture what the first requests will replay: up to ``largest`` rows, the largest first, so that all others
         find room in the memory it took."""
         tiers = [rows for rows in reversed(self._rows) if rows <= largest]
+        draws = list(dict.fromkeys(map(self._kind, draws)))
         total = len(draws) * len(tiers)
         for number, (kind, rows) in enumerate((k, r) for k in draws for r in tiers):
             progress(number, total)
@@ -114,9 +120,10 @@ class CapturedDecoder:
     def time_stages(self, count: int, draft: bool, num_rows: int, draws: Draws, repeats: int) -> float:
         """Median milliseconds of a step over empty caches: for the cost table."""
         count, num_rows = round_up(count, self._requests), round_up(num_rows, self._rows)
+        draws, shares = self._kind(draws), draft and count > 1
         if draft:
             self._prepare_draft(count, draws)
-        self._prepare_verify(num_rows, draws, False)
+        self._prepare_verify(num_rows, draws, shares)
         self._hold_nobody()
         times = []
         for _ in range(repeats):
@@ -125,7 +132,7 @@ class CapturedDecoder:
             started.record()
             if draft:
                 self._run_draft(count, draws)
-            self._run_verify(num_rows, draws, False)
+            self._run_verify(num_rows, draws, shares)
             ended.record()
             ended.synchronize()
             times.append(started.elapsed_time(ended))
@@ -140,7 +147,7 @@ class CapturedDecoder:
         seats = self._seating.seat(states)
         intents = [intend(seat.state, default, self._pair) for seat in seats]
         budgets = choose_budgets([s.state for s in seats], intents, [s.round for s in seats], self._pair)
-        draws, shares = _draws_of(states), budgets.shared is not None
+        draws, shares = self._kind(_draws_of(states)), budgets.shared is not None
         num_rows = round_up(_most_rows(intents, budgets), self._rows)
         drafting = max((i + 1 for i, intent in enumerate(intents) if intent.draft_len), default=0)
         count = round_up(drafting, self._requests) if drafting else 0
@@ -161,6 +168,9 @@ class CapturedDecoder:
         before, self._last = self._last, slot
         key = f"{count} blocks, {num_rows} rows, {draws.value}"
         return InFlight(seats, intents, budgets, slot, key, before if flying is not None else None)
+
+    def _kind(self, draws: Draws) -> Draws:
+        return Draws.FILTERED if self._step.draws_on_device else draws
 
     def _prepare_draft(self, count: int, draws: Draws) -> None:
         self._hold_nobody_if(("draft", count, draws), partial(self._step.draft, count, draws))
@@ -204,8 +214,11 @@ class CapturedDecoder:
         seeds, rounds = [seat.state.seed for seat in seats], [seat.round for seat in seats]
         at = inputs.num_whole
         for kind, width in ((rng.DRAFT, g), (rng.ACCEPT, g), (rng.NEXT, g + 1), (rng.SIMULATE, g)):
-            is_read = self._pair.simulated is not None if kind is rng.SIMULATE else draws is not Draws.GREEDY
-            if is_read or (kind is rng.ACCEPT and self._pair.simulated is not None):
+            if kind is rng.SIMULATE or (kind is rng.ACCEPT and self._pair.simulated is not None):
+                is_read = self._pair.simulated is not None
+            else:
+                is_read = draws is not Draws.GREEDY and not self._step.draws_on_device
+            if is_read:
                 numbers = rng.uniforms(seeds, rounds, 0, width, kind).numpy()
                 words[at : at + count * width] = np.reshape(numbers, -1)
             at += s * width

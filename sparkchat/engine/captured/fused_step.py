@@ -7,6 +7,7 @@ drawn are the same, because the kernels compute those of ``engine/rng.py`` from 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -39,6 +40,7 @@ def can_fuse(pair: LoadedPair) -> bool:
 class FusedStep(CapturedStep):
     """As ``CapturedStep``, over a pair whose models were fused."""
 
+    draws_on_device: ClassVar[bool] = True
     _base: Tensor = field(init=False)
     """[S, g, Vd] float32 logits of the block, its bias added by the draft"""
     _laws: Laws = field(init=False)

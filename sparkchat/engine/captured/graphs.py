@@ -48,8 +48,9 @@ class GraphStages:
 
     name = "graphs"
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, overlaps: bool = False) -> None:
+        """``overlaps``: captured kernels of ours may start while the one before them ends (kernels/launch.py)."""
+        self._device, self._overlaps = device, overlaps
         self._pool = torch.cuda.graph_pool_handle()
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
 
@@ -61,16 +62,18 @@ class GraphStages:
         return key in self._graphs
 
     def prepare(self, key: Hashable, stage: Stage) -> None:
+        from sparkchat.kernels.launch import overlap
+
         torch.cuda.synchronize(self._device)
         # Run once outside: what libraries and kernels set up at their first call must not be captured.
         side = torch.cuda.Stream(self._device)
         side.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(side):
+        with torch.cuda.stream(side), overlap(self._overlaps):
             stage()
         torch.cuda.current_stream(self._device).wait_stream(side)
         torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with torch.cuda.graph(graph, pool=self._pool), overlap(self._overlaps):
             stage()
         self._graphs[key] = graph
 

@@ -8,6 +8,7 @@ stand side by side, and rows behind the last one belong to nobody.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -39,6 +40,8 @@ class CapturedStep:
     chances: Tensor | None
     """[g] float64 of a simulated profile"""
     width: int = field(init=False)
+    draws_on_device: ClassVar[bool] = False
+    """Random numbers are made where they are used, and one kind of step serves all settings."""
 
     def __post_init__(self) -> None:
         self.width = self.inputs.block
