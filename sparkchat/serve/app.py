@@ -7,6 +7,7 @@ import hmac
 import ipaddress
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 from sparkchat.config import RunConfig
@@ -16,6 +17,7 @@ from sparkchat.serve.http import Exchange, Gone, Receive, Send
 from sparkchat.serve.link import EngineLink
 from sparkchat.serve.mailbox import Mailbox
 from sparkchat.serve.metrics import Metrics
+from sparkchat.serve.prefixes import Prefixes
 from sparkchat.serve.problems import Problem
 from sparkchat.serve.shapes import ChatShape, Shape, TextShape
 
@@ -39,6 +41,7 @@ class App:
         self._metrics = metrics
         self._say = say
         self._api_key = api_key
+        self._prefixes = Prefixes(config.spec.concurrency)
         self._created = int(time.time())
         self._routes: dict[str, dict[str, Callable[[Exchange], Awaitable[None]]]] = {
             "/health": {"GET": self._health},
@@ -147,7 +150,14 @@ class App:
     async def _chat(self, exchange: Exchange) -> None:
         body = await self._checked_body(exchange)
         asked = read_chat(body, self._config, self._link.info)
-        await self._answer(exchange, asked, ChatShape(asked, self._config.spec.name))
+        (request, *others) = asked.requests
+        goes_on = not others and request.session is None
+        if goes_on:
+            request = replace(request, session=self._prefixes.take(request))
+            asked = replace(asked, requests=(request,))
+        (choice, *_) = await self._answer(exchange, asked, ChatShape(asked, self._config.spec.name))
+        if goes_on:
+            self._prefixes.keep(request, choice.texts["answer"])
 
     async def _text(self, exchange: Exchange) -> None:
         body = await self._checked_body(exchange)
@@ -162,10 +172,11 @@ class App:
 
     # Answering
 
-    async def _answer(self, exchange: Exchange, asked: Asked, shape: Shape) -> None:
+    async def _answer(self, exchange: Exchange, asked: Asked, shape: Shape) -> list[Choice]:
         """Answer, and cancel what runs when the client leaves or anything goes wrong."""
+        choices = [Choice(index) for index in range(len(asked.requests))]
         mailbox = self._link.submit(asked.requests)
-        answering = asyncio.create_task(self._write_answer(exchange, asked, shape, mailbox))
+        answering = asyncio.create_task(self._write_answer(exchange, asked, shape, mailbox, choices))
         leaving = asyncio.create_task(exchange.left())
         try:
             await asyncio.wait((answering, leaving), return_when=asyncio.FIRST_COMPLETED)
@@ -173,6 +184,7 @@ class App:
                 answering.cancel()
                 raise Gone("the client left")
             answering.result()
+            return choices
         except Gone as gone:
             self._report_cut(asked, self._link.cancel(mailbox), gone)
             raise
@@ -185,8 +197,9 @@ class App:
         if num_running:
             self._say(f"{asked.id}: {gone}; its answer was stopped")
 
-    async def _write_answer(self, exchange: Exchange, asked: Asked, shape: Shape, mailbox: Mailbox) -> None:
-        choices = [Choice(index) for index in range(len(asked.requests))]
+    async def _write_answer(
+        self, exchange: Exchange, asked: Asked, shape: Shape, mailbox: Mailbox, choices: list[Choice]
+    ) -> None:
         if asked.stream:
             await self._stream(exchange, asked, shape, mailbox, choices)
             return

@@ -200,6 +200,20 @@ def test_a_mode_and_a_session_can_be_chosen(server: Served) -> None:
     assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 20
 
 
+def test_a_chat_that_goes_on_computes_its_beginning_once(server: Served) -> None:
+    asked = [{"role": "user", "content": "what the first turn of this chat asks"}]
+    first = server.chat(messages=asked)
+    answer = {"role": "assistant", "content": first["choices"][0]["message"]["content"]}
+    second = server.chat(messages=[*asked, answer, {"role": "user", "content": "and then"}])
+    assert second["usage"]["prompt_tokens_details"]["cached_tokens"] >= first["usage"]["prompt_tokens"]
+    # Once continued, the old session is the new turn's: a branch from the same place begins afresh.
+    branch = server.chat(messages=[*asked, answer, {"role": "user", "content": "or else"}])
+    assert branch["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    assert branch["choices"] == second["choices"]
+    other = server.chat(messages=[*asked, {"role": "assistant", "content": "no"}, {"role": "user", "content": "then"}])
+    assert other["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+
+
 def test_a_connection_is_used_again(server: Served) -> None:
     connection = server.connection()
     for _ in range(2):

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from sparkchat.params import GenerateRequest
 from sparkchat.serve import http
 from sparkchat.serve.choices import Choice
 from sparkchat.serve.fields import Asked
 from sparkchat.serve.http import Exchange, Gone
 from sparkchat.serve.mailbox import Mailbox
 from sparkchat.serve.metrics import Metrics
+from sparkchat.serve.prefixes import Prefixes
 from sparkchat.serve.shapes import ChatShape
 
 Event = dict[str, Any]
@@ -104,6 +107,28 @@ def test_thinking_of_a_chat_has_a_field_of_its_own() -> None:
     assert (message["content"], message["reasoning_content"]) == ("Yes.", "Hm.")
     assert whole["usage"]["completion_tokens_details"] == {"reasoning_tokens": 2}
     assert whole["usage"]["speculative_decoding"]["mean_acceptance_length"] is None
+
+
+def test_as_many_chats_are_remembered_as_the_engine_keeps() -> None:
+    prefixes = Prefixes(2)
+
+    def chat(number: int, *more: str) -> GenerateRequest:
+        words = (f"question {number}", *more)
+        roles = ("user", "assistant", "user")
+        said = tuple({"role": role, "content": text} for role, text in zip(roles, words, strict=False))
+        return GenerateRequest(id="r", messages=said)
+
+    sessions = []
+    for number in range(3):
+        request = chat(number)
+        sessions.append(prefixes.take(request))
+        prefixes.keep(replace(request, session=sessions[-1]), "answer")
+    assert len(set(sessions)) == 3
+    again = [prefixes.take(chat(number, "answer", "more")) for number in range(3)]
+    assert [old == new for old, new in zip(sessions, again, strict=True)] == [False, True, True]
+    thinking = replace(chat(1, "answer", "more"), think=True)
+    prefixes.keep(replace(chat(1), session="s"), "answer")
+    assert prefixes.take(thinking) != "s"
 
 
 class Clock:
