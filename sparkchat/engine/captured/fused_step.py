@@ -24,15 +24,22 @@ from sparkchat.kernels.sampling import DrawSettings, Laws, LawScratch
 from sparkchat.models.fused import MOST_SMALL_ROWS
 from sparkchat.models.linear import PlainLinear
 
+MOST_GROUP = 32
+"""Query heads of a key head that the attention kernel takes; and head sizes are powers of two."""
+
 
 def can_fuse(pair: LoadedPair) -> bool:
     """Whether the kernels compute everything that this pair needs."""
+    shapes = [pair.target.stack.shape]
     linears = [layer.qkv for layer in pair.target.stack.layers] + [pair.target.head]
     if pair.drafter is not None:
         weights = pair.drafter.block_weights
         if weights is None:
             return False
         linears.append(weights.base)
+        shapes.append(pair.drafter.config.decoder)
+    if any(s.group_size > MOST_GROUP or s.head_dim & (s.head_dim - 1) for s in shapes):
+        return False
     return all(isinstance(linear, PlainLinear) for linear in linears)
 
 

@@ -52,6 +52,8 @@ class GraphStages:
         """``overlaps``: captured kernels of ours may start while the one before them ends (kernels/launch.py)."""
         self._device, self._overlaps = device, overlaps
         self._pool = torch.cuda.graph_pool_handle()
+        # One for all: torch keeps memory apart by stream.
+        self._side = torch.cuda.Stream(device)
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
 
     @property
@@ -66,14 +68,13 @@ class GraphStages:
 
         torch.cuda.synchronize(self._device)
         # Run once outside: what libraries and kernels set up at their first call must not be captured.
-        side = torch.cuda.Stream(self._device)
-        side.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(side), overlap(self._overlaps):
+        self._side.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._side), overlap(self._overlaps):
             stage()
-        torch.cuda.current_stream(self._device).wait_stream(side)
+        torch.cuda.current_stream(self._device).wait_stream(self._side)
         torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool), overlap(self._overlaps):
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._side), overlap(self._overlaps):
             stage()
         self._graphs[key] = graph
 
