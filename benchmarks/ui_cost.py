@@ -3,6 +3,7 @@
     python benchmarks/ui_cost.py pace    # processor time of the screen at a fixed number of tokens a second
     python benchmarks/ui_cost.py load    # steps that a processor-bound engine loses to the screen
     python benchmarks/ui_cost.py growth  # processor time of an update as an answer grows
+    python benchmarks/ui_cost.py bars    # the bars that the screen is held to: five minutes at 600 tokens a second
 
 ``pace``: a scripted engine in its own process plays an answer at a steady rate; the figure is the processor time of the
 screen's process between the question and the end of the answer, over the time that passed.
@@ -10,6 +11,9 @@ screen's process between the question and the end of the answer, over the time t
 steps a second with the screen, over those with a reader that throws the events away.
 ``growth``: 400 updates of one long answer in a headless screen of 120x40, drawn one by one; the figures are medians of
 the first and of the last tenth.
+``bars``: one answer of prose, code fences of 5,000 tokens and tables, 600 tokens a second for five minutes. Bars: under
+60 % of one core in processor time; 99 of 100 keys on the screen within 100 ms, which holds on a quiet machine only; and
+memory that grows by little more than the text. ``--minutes`` makes it shorter.
 """
 
 from __future__ import annotations
@@ -211,6 +215,63 @@ def measure_pace(script: str, rate: float, num_tokens: int, size: tuple[int, int
     return result
 
 
+KEY = "\u0436"
+"""A letter that no answer holds."""
+
+
+def resident_bytes(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def key_seconds(terminal: Terminal) -> float | None:
+    """From a key to its letter in what the program writes; None when the answer ended meanwhile."""
+    before = time.monotonic()
+    terminal.send(KEY)
+    is_shown = terminal.read_until(KEY.encode(), 5.0)
+    elapsed = time.monotonic() - before
+    terminal.send("\x7f")
+    return elapsed if is_shown else None
+
+
+def measure_bars(minutes: float, rate: float, size: tuple[int, int]) -> dict[str, Any]:
+    num_tokens = round(minutes * 60 * rate)
+    options = {"tokens_per_second": rate, "mode": "compact", "repeat": num_tokens // 5000 + 1}
+    terminal = open_chat("paced", options, num_tokens, size)
+    terminal.send("mixed\r")
+    terminal.drain(2.0)
+    started, before = time.monotonic(), terminal.processor_seconds()
+    waits: list[float] = []
+    memory: list[tuple[float, int]] = []
+    deadline = started + minutes * 60 - 4.0
+    while time.monotonic() < deadline:
+        wait = key_seconds(terminal)
+        if wait is not None:
+            waits.append(wait)
+        memory.append((time.monotonic() - started, resident_bytes(terminal.pid)))
+        terminal.drain(0.25)
+    elapsed, used = time.monotonic() - started, terminal.processor_seconds() - before
+    is_done = terminal.read_until("· cut".encode(), minutes * 60 * 0.5 + 20)
+    whole = time.monotonic() - started + 2.0
+    terminal.close()
+    first = statistics.median(size for at, size in memory if at < elapsed / 5)
+    last = statistics.median(size for at, size in memory if at > elapsed * 4 / 5)
+    tokens_between = rate * elapsed * 4 / 5
+    return {
+        "minutes": round(elapsed / 60, 2),
+        "tokens_per_second": rate,
+        "tokens_arrived": is_done,
+        "tokens_per_second_kept": round(num_tokens / whole, 1) if is_done else None,
+        "size": "x".join(map(str, size)),
+        "core_share": round(used / elapsed, 3),
+        "keys": len(waits),
+        "key_ms_median": round(1000 * statistics.median(waits), 1),
+        "key_ms_p99": round(1000 * statistics.quantiles(waits, n=100)[98], 1),
+        "resident_mb_first_fifth": round(first / 1e6, 1),
+        "resident_mb_last_fifth": round(last / 1e6, 1),
+        "resident_bytes_per_token": round((last - first) / tokens_between, 1),
+    }
+
+
 def headless_steps(script: str, num_tokens: int) -> float:
     """Steps a second of the busy engine with a reader that does nothing."""
     engine = ServedEngine("busy", {"mode": "compact"})
@@ -314,7 +375,9 @@ def main() -> None:
     if sys.argv[1:2] == ["program"]:
         return sys.exit(run_program(sys.argv[2], json.loads(sys.argv[3]), int(sys.argv[4])))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("pace", "load", "growth"))
+    parser.add_argument("what", choices=("pace", "load", "growth", "bars"))
+    parser.add_argument("--minutes", type=float, default=5.0)
+    parser.add_argument("--tokens-per-second", type=float, default=600.0)
     parser.add_argument("--tokens", type=int, default=3000)
     parser.add_argument("--repeat", type=int, default=3)
     arguments = parser.parse_args()
@@ -324,6 +387,10 @@ def main() -> None:
             for rate in (100, 300, 600):
                 for size in ((120, 40), (80, 24)):
                     print(json.dumps(measure_pace(script, rate, arguments.tokens, size)), flush=True)
+        return
+    if arguments.what == "bars":
+        for size in ((120, 40), (80, 24)):
+            print(json.dumps(measure_bars(arguments.minutes, arguments.tokens_per_second, size)), flush=True)
         return
     if arguments.what == "growth":
         for name, text in GROWTH.items():

@@ -34,7 +34,7 @@ from sparkchat.ui.screens.compare import CompareScreen
 from sparkchat.ui.screens.help import HelpScreen
 from sparkchat.ui.screens.inspector import InspectorScreen
 from sparkchat.ui.terminal import TerminalGuard
-from sparkchat.ui.token_detail import TokenSpan, find_step, token_at, token_line, walked
+from sparkchat.ui.token_detail import TokenSpan, find_step, step_index, token_at, token_line, walked
 from sparkchat.ui.trace_sink import TraceSink
 from sparkchat.ui.widgets.bars import Badge, PartsBar
 from sparkchat.ui.widgets.prompt import Prompt
@@ -277,9 +277,7 @@ class SparkApp(App[int]):
             return
         token = self._token
         steps = self.chat.steps_of(token.section.turn_id if token is not None else self.chat.newest_id)
-        index = None
-        if token is not None and (record := find_step(steps, token.step)) is not None:
-            index = steps.index(record)
+        index = step_index(steps, token.step) if token is not None else None
         self.push_screen(InspectorScreen(self.glyphs, steps, index))
 
     def action_compare(self) -> None:

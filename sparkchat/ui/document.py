@@ -8,7 +8,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from sparkchat.ui.glyphs import Glyphs
 from sparkchat.ui.markdown import (
@@ -22,6 +22,7 @@ from sparkchat.ui.markdown import (
     plain_line,
     plain_pieces,
 )
+from sparkchat.ui.origins import Origins
 from sparkchat.ui.safe_text import text_width
 from sparkchat.ui.tables import align_table, is_delimiter, is_row
 from sparkchat.ui.wrap import wrap
@@ -29,13 +30,8 @@ from sparkchat.ui.wrap import wrap
 Syntax = Literal["markdown", "plain"]
 
 
-class OriginRun(NamedTuple):
-    """A part of a section's text that one step made in one way."""
-
-    start: int
-    end: int
-    origin: str
-    step: int | None
+_FEW_PIECES = 32
+"""So few are counted again when they are drawn; keeping the counts of every line ever drawn would cost more."""
 
 
 class Line:
@@ -122,9 +118,12 @@ class Line:
         return self.end
 
     def _piece_offsets(self) -> list[int]:
-        if self._offsets is None:
-            self._offsets = list(accumulate((len(p.text) for p in self.formatted.pieces), initial=0))
-        return self._offsets
+        if self._offsets is not None:
+            return self._offsets
+        offsets = list(accumulate((len(p.text) for p in self.formatted.pieces), initial=0))
+        if len(offsets) > _FEW_PIECES:
+            self._offsets = offsets
+        return offsets
 
 
 def _cut(piece: Piece, low: int, high: int) -> Piece:
@@ -158,8 +157,7 @@ class Section:
         self._table: int | None = None
         self._tables: list[tuple[int, int]] = []
         self._is_finished = False
-        self.origin_ends: list[int] = []
-        self.origins: list[tuple[str, int | None]] = []
+        self.origins = Origins()
         self.turn_id: str | None = None
         """The request that this text answers."""
 
@@ -189,29 +187,12 @@ class Section:
 
     def mark_origin(self, origin: str, step: int | None = None) -> None:
         """Everything since the last call came from ``origin`` (see ``token_text``), in that step of the answer."""
-        end = len(self.text)
-        if self.origin_ends and self.origin_ends[-1] >= end:
-            return
-        if self.origins and self.origins[-1] == (origin, step):
-            self.origin_ends[-1] = end
-        else:
-            self.origin_ends.append(end)
-            self.origins.append((origin, step))
+        self.origins.add(len(self.text), origin, step)
 
     def origin_at(self, offset: int) -> tuple[str, int]:
         """The origin of the character at ``offset``, and where the run of that origin ends."""
-        index = bisect_right(self.origin_ends, offset)
-        if index == len(self.origins):
-            return "", len(self.text) + 1
-        return self.origins[index][0], self.origin_ends[index]
-
-    def run_at(self, offset: int) -> OriginRun | None:
-        """The run of one origin and step that holds ``offset``; None where nothing is known."""
-        index = bisect_right(self.origin_ends, offset)
-        if not 0 <= index < len(self.origins):
-            return None
-        start = self.origin_ends[index - 1] if index else 0
-        return OriginRun(start, self.origin_ends[index], *self.origins[index])
+        run = self.origins.at(offset)
+        return ("", len(self.text) + 1) if run is None else (run.origin, run.end)
 
     def code_at(self, edge: Line) -> str | None:
         """The contents of the code block that a fence line opens or closes."""

@@ -5,7 +5,6 @@ No key and no layout is known here; ``app.py`` has those.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -21,16 +20,13 @@ from sparkchat.ui.chats import ChatKeeper, ChatStore
 from sparkchat.ui.compare import Comparison
 from sparkchat.ui.conversation import Conversation
 from sparkchat.ui.glyphs import Glyphs
-from sparkchat.ui.inspection import StepRecord
 from sparkchat.ui.progress import loading_text
 from sparkchat.ui.stats import Snapshot
+from sparkchat.ui.step_log import StepLog, Steps
 from sparkchat.ui.trace_sink import TraceSink
 from sparkchat.ui.widgets.bars import Badge, PartsBar
 from sparkchat.ui.widgets.step_panel import StepPanel
 from sparkchat.ui.widgets.transcript import Transcript
-
-MOST_RECORDS = 5000
-"""Steps that the inspector can show; the trace has them all."""
 
 
 class Desk(Protocol):
@@ -95,15 +91,14 @@ class EngineSide:
         self._flash_number = 0
         self._snapshot = Snapshot()
         self._answers = AnswerView(view.transcript, glyphs)
-        self.records: deque[StepRecord] = deque(maxlen=MOST_RECORDS)
-        """The newest steps of the session."""
+        self.records = StepLog()
         self._comparison: Comparison | None = None
         self._before_comparison = Snapshot()
         """The numbers of the newest answer, shown again behind a comparison."""
 
-    def steps_of(self, request_id: str | None) -> list[StepRecord]:
+    def steps_of(self, request_id: str | None) -> Steps:
         """The steps of one answer that are still at hand, in order."""
-        return [record for record in self.records if record.step.get("id") == request_id]
+        return self.records.of(request_id)
 
     @property
     def newest_id(self) -> str | None:
@@ -160,7 +155,9 @@ class EngineSide:
         newest = self.newest_id
         if newest in batch.stats:
             self._show_numbers(batch.stats[newest])
-        self.records.extend(StepRecord(*each) for each in batch.steps if each[0]["id"] == newest)
+        for step, bonus_text in batch.steps:
+            if step["id"] == newest:
+                self.records.add(step, bonus_text)
 
     def _take_text(self, update: TextUpdate) -> None:
         # Text of an answer that was given up on the screen is not shown any more.

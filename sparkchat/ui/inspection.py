@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from sparkchat.ui.glyphs import Glyphs
 from sparkchat.ui.safe_text import fit, one_line
 from sparkchat.ui.stats import Snapshot, StepMark, number
+from sparkchat.ui.step_log import StepRecord
 from sparkchat.ui.step_view import Row, position_mark, step_rows, strip_rows
 
 KEYS = "left/right: one step  page up/down: ten  home/end: first, last  up/down: scroll  esc: close"
-
-
-class StepRecord(NamedTuple):
-    """A step event, and the text of the token that the target added in it."""
-
-    step: dict[str, Any]
-    bonus_text: str | None
 
 
 def inspection_rows(

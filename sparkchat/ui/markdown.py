@@ -109,6 +109,7 @@ class MarkdownFormatter:
     def __init__(self, glyphs: Glyphs, base: str = "") -> None:
         self._glyphs = glyphs
         self._base = base
+        self._edge = (Piece(glyphs.vertical + " ", self._style("frame"), 0, 0),)
         self.num_fences = 0
         """Code blocks above, which number the next one; whoever completes lines counts them."""
         self._ascii_only = glyphs.bullet.isascii()
@@ -135,7 +136,7 @@ class MarkdownFormatter:
         return FormattedLine(pieces, words=False, kind="fence")
 
     def _code_line(self, line: str) -> FormattedLine:
-        edge = [Piece(self._glyphs.vertical + " ", self._style("frame"), 0, 0)]
+        edge = self._edge
         pieces = plain_pieces(line, 0, len(line), self._style("code"), self._ascii_only)
         return FormattedLine(pieces, edge, edge, words=False, kind="code")
 

@@ -43,6 +43,7 @@ SCRIPTS: dict[str, str] = {
     "prose": _PROSE * 120,
     "code": "Here it is:\n\n```python\n" + _CODE * 120 + "```\n\nThat is all.\n",
     "table": _TABLE + "\nafter the table\n",
+    "mixed": _PROSE * 20 + "```python\n" + _CODE * 60 + "```\n\n" + _TABLE + "\n",
     "hostile": HOSTILE,
     "line": "x" * 100_000,
     "short": "Hello there, this is a short answer.",
@@ -66,6 +67,8 @@ class ScriptedOptions:
     has_cost_table: bool = True
     text: str | None = None
     """Answer every prompt with this."""
+    repeat: int = 1
+    """How often an answer says what it says."""
     load_error: tuple[str, str] | None = None
     """(error class name, message) instead of becoming ready."""
 
@@ -228,6 +231,7 @@ class ScriptedEngine:
         if self.options.text is not None:
             return "", self.options.text
         answer = next((text for word, text in SCRIPTS.items() if word in asked.lower()), SCRIPTS["short"])
+        answer *= self.options.repeat
         thinking = "Let me think about this.\nIt is not hard.\n" if "think" in asked.lower() else ""
         return thinking, answer
 

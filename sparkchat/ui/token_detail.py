@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sparkchat.ui.document import OriginRun, Section
-from sparkchat.ui.inspection import StepRecord
+from sparkchat.ui.document import Section
+from sparkchat.ui.origins import OriginRun
 from sparkchat.ui.stats import number
+from sparkchat.ui.step_log import StepRecord
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ def token_at(section: Section, offset: int, steps: Sequence[StepRecord]) -> Toke
 
     None where nothing is known of the origin: a question, a note, or an answer that was loaded from disk.
     """
-    run = section.run_at(offset)
+    run = section.origins.at(offset)
     if run is None:
         return None
     record = find_step(steps, run.step)
@@ -39,11 +40,16 @@ def token_at(section: Section, offset: int, steps: Sequence[StepRecord]) -> Toke
 
 
 def find_step(steps: Sequence[StepRecord], step: int | None) -> StepRecord | None:
-    """By its number; the steps of an answer are numbered without gaps."""
+    index = step_index(steps, step)
+    return None if index is None else steps[index]
+
+
+def step_index(steps: Sequence[StepRecord], step: int | None) -> int | None:
+    """Where the step of that number is; the steps of an answer are numbered without gaps."""
     if step is None or not steps:
         return None
     index = step - int(steps[0].step.get("i") or 0)
-    return steps[index] if 0 <= index < len(steps) and steps[index].step.get("i") == step else None
+    return index if 0 <= index < len(steps) and steps[index].step.get("i") == step else None
 
 
 def _draft_at(section: Section, offset: int, run: OriginRun, step: dict[str, Any]) -> TokenSpan:
@@ -63,14 +69,14 @@ def walked(sections: Sequence[Section], at: TokenSpan | None, by: int) -> tuple[
     if not known:
         return None
     if at is None or at.section not in known:
-        return known[-1], known[-1].origin_ends[-1] - 1
+        return known[-1], known[-1].origins.end - 1
     offset = at.end if by > 0 else at.start - 1
-    if 0 <= offset < at.section.origin_ends[-1]:
+    if 0 <= offset < at.section.origins.end:
         return at.section, offset
     index = known.index(at.section) + by
     if not 0 <= index < len(known):
         return at.section, at.start
-    return known[index], 0 if by > 0 else known[index].origin_ends[-1] - 1
+    return known[index], 0 if by > 0 else known[index].origins.end - 1
 
 
 def token_line(span: TokenSpan, record: StepRecord | None) -> str:

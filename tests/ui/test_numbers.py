@@ -8,12 +8,11 @@ import pytest
 
 from sparkchat.ui.badge import badge_text
 from sparkchat.ui.glyphs import ASCII, UNICODE, Glyphs
+from sparkchat.ui.panel_view import number_lines, panel_rows, speed_up
 from sparkchat.ui.partial import PartialAnswer
 from sparkchat.ui.safe_text import text_width
-from sparkchat.ui.panel_view import number_lines, panel_rows, speed_up
 from sparkchat.ui.stats import AnswerStats, Snapshot, StepMark, finish_text, result_line
 from sparkchat.ui.step_view import bar, position_mark, step_rows, strip_rows
-
 
 TABLE = {"rows": [1, 2], "step_ms": [20.0, 22.0], "plain_ms": 18.0}
 INFO = {"drafter": "d", "reason_off": None, "cost_table": TABLE, "mode": "static"}
@@ -137,8 +136,6 @@ def test_nothing_measured_is_a_dash_not_a_zero() -> None:
 def test_finish_reason_in_words() -> None:
     assert finish_text({"finish_reason": "stop_string", "stop": "\x1b"}) == "stopped at '\\x1b'"
     assert "boom" in finish_text({"finish_reason": "error", "error": "boom"})
-
-
 
 
 COMPACT = {"mode": "compact", "mode_requested": "compact"}

@@ -9,8 +9,8 @@ from typing import Any
 
 from sparkchat.ui.document import Section
 from sparkchat.ui.glyphs import UNICODE
-from sparkchat.ui.inspection import StepRecord
 from sparkchat.ui.scripted import ScriptedOptions
+from sparkchat.ui.step_log import StepRecord
 from sparkchat.ui.token_detail import token_at, token_line, walked
 from ui.chat import make_config
 

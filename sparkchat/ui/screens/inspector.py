@@ -10,7 +10,8 @@ from textual.binding import Binding, BindingType
 from textual.screen import ModalScreen
 
 from sparkchat.ui.glyphs import Glyphs
-from sparkchat.ui.inspection import StepRecord, inspection_rows
+from sparkchat.ui.inspection import inspection_rows
+from sparkchat.ui.step_log import StepRecord
 from sparkchat.ui.step_view import Row
 from sparkchat.ui.widgets.step_panel import StepPanel
 
