@@ -119,7 +119,7 @@ def describe(
 
     ``graphs``: captured steps are in use, or why not.
     """
-    drafter = pair.drafter
+    drafter, is_fused = pair.drafter, getattr(pair.target, "fused", None) is not None
     return {
         "model": spec.name,
         "drafter": drafter_name(spec, pair),
@@ -145,7 +145,7 @@ def describe(
             "markov": None if drafter is None else drafter.config.markov_head_type,
             "confidence": drafter is not None and drafter.has_confidence,
         },
-        "kernels": {"linear": pair.target.config.linear_kernel},
+        "kernels": {"linear": pair.target.config.linear_kernel, "step": "triton" if is_fused else "torch"},
         "graphs": graphs,
         "chat_template": text.template_source,
         "dummy_weights": spec.dummy_weights,
