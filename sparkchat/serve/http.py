@@ -67,6 +67,8 @@ class Exchange:
         if kind != "application/json":
             # Also what keeps a web page from posting here behind the user's back.
             raise Problem(415, f"the body is {kind or 'of no type'}; send JSON with Content-Type: application/json")
+        if self.headers.get("content-encoding", "identity").strip().lower() != "identity":
+            raise Problem(415, "the body is compressed; send it as it is")
         data = await self.body()
         try:
             value = strict_json.loads(data, unique_keys=True)

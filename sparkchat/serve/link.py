@@ -83,11 +83,11 @@ class EngineLink:
                 self._mailboxes[request.id] = mailbox
                 self._metrics.submitted(request.id)
                 self._client.generate(request)
-        except EngineCrash as crash:
+        except EngineCrash:
             for request in requests:
                 self._metrics.lost(request.id)
                 self._forget(request.id)
-            raise unavailable(f"the engine has ended; {crash.message}", _RELOAD_SECONDS) from None
+            raise unavailable("the engine has just ended; ask again in a few seconds", _RELOAD_SECONDS) from None
         self.is_idle.clear()
         return mailbox
 
@@ -133,10 +133,9 @@ class EngineLink:
             self.is_ready.set()
         elif kind == "info":
             self.info = event["info"]
-        elif kind == "crashed":
-            self._restart(event["message"])
-        elif kind == "error":
-            self._fail(error_from_name(event["error"], event["message"]))
+        elif kind in ("crashed", "error"):
+            error = EngineCrash(event["message"])
+            self._ended(error if kind == "crashed" else error_from_name(event["error"], event["message"]))
         elif event.get("id") in self._mailboxes:
             self._metrics.take(event)
             if kind in ("start", "delta", "end"):
@@ -144,29 +143,23 @@ class EngineLink:
             if kind == "end":
                 self._forget(event["id"])
 
-    def _restart(self, message: str) -> None:
-        was_ready = self.is_ready.is_set()
+    def _ended(self, error: SparkchatError) -> None:
+        """The engine is gone: once it was ready it is started again, before that nothing would be different."""
+        was_ready, num_lost = self.is_ready.is_set(), self.num_live
         self._stop_reading()
-        if not was_ready:
-            self._fail(EngineCrash(message))
-            return
-        self._say(f"{message}; {self.num_live} requests were lost, the engine is started again")
-        self._lose(message)
-        if self._closing is None:
-            self.start()
-
-    def _fail(self, error: SparkchatError) -> None:
         self.is_ready.clear()
-        self._lose(error.message)
-        if not self.failed.done():
-            self.failed.set_result(error)
-
-    def _lose(self, reason: str) -> None:
-        self.is_ready.clear()
-        self._tell_all(reason)
+        self._tell_all(error.message)
         for request_id in list(self._mailboxes):
             self._metrics.lost(request_id)
             self._forget(request_id)
+        if not was_ready:
+            if not self.failed.done():
+                self.failed.set_result(error)
+        elif self._closing is None:
+            self._say(f"{error.message}; {num_lost} requests were lost, the engine is started again")
+            self.start()
+        else:
+            self._say(f"{error.message}; {num_lost} requests were lost")
 
     def _tell_all(self, reason: str) -> None:
         for request_id, mailbox in self._mailboxes.items():

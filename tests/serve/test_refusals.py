@@ -172,6 +172,7 @@ def test_other_paths_methods_types_and_models(server: Served) -> None:
     assert server.get("/health", method="HEAD") == (200, "")
     assert server.get("/v1/models/other")[0] == 404
     assert server.post(CHAT, {"messages": HI}, {"content-type": "text/plain"})[0] == 415
+    assert server.post(CHAT, {"messages": HI}, {"content-encoding": "gzip"})[0] == 415
     status, answer = server.post(CHAT, {"messages": HI, "model": "gpt-9"})
     assert (status, check_error(answer)["code"]) == (404, "model_not_found")
 
