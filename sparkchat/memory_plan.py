@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sparkchat.headers import Headers, Tensor, UnreadableHeader
@@ -114,6 +114,9 @@ def plan_memory(
     """
     if target.config.get("model_type") == "deepseek_v4":
         return _plan_v4(target, setting, inner_drafter)
+    target = _text_part(target)
+    if _is_gemma4(target.config):
+        setting = replace(setting, has_graphs=False)
     growths = _growths(target.config, _cache_bytes(target, setting))
     drafter_bytes, block = 0, 0
     if drafter is not None:
@@ -133,6 +136,28 @@ def plan_memory(
     )
 
 
+def _text_part(headers: Headers) -> Headers:
+    """The text model of a checkpoint that has images or sound beside it, under the names of one without."""
+    prefix, nested = "model.language_model.", headers.config.get("text_config")
+    if not isinstance(nested, dict):
+        return headers
+    tensors = tuple(
+        replace(tensor, name="model." + tensor.name.removeprefix(prefix))
+        for tensor in headers.tensors
+        if tensor.name.startswith(prefix)
+    )
+    return Headers({"architectures": headers.config.get("architectures")} | nested, tensors or headers.tensors)
+
+
+def _is_gemma4(config: dict[str, Any]) -> bool:
+    return "Gemma4" in str(config.get("architectures"))
+
+
+def _is_tied(headers: Headers) -> bool:
+    tied = headers.config.get("tie_word_embeddings")
+    return _is_gemma4(headers.config) if tied is None else bool(tied)
+
+
 def _whole(config: dict[str, Any], key: str, default: Any = None) -> int:
     value = config.get(key)
     value = default if value is None else value
@@ -148,11 +173,11 @@ def _dense_bytes(headers: Headers, setting: Setting) -> int:
     for tensor in headers.tensors:
         if tensor.name in _TABLES:
             is_head = tensor.name == "lm_head.weight"
-            if is_head and headers.config.get("tie_word_embeddings"):
+            if is_head and _is_tied(headers):
                 continue
             num_tables += 1
             total += head_bytes(tensor) if is_head else table_bytes(tensor)
-            if not is_head and headers.config.get("tie_word_embeddings"):
+            if not is_head and _is_tied(headers):
                 total += head_bytes(tensor)
         elif len(tensor.shape) < 2:
             total += 4 * tensor.count
@@ -190,7 +215,7 @@ def _table_bytes(headers: Headers, setting: Setting) -> tuple[Callable[[Tensor],
     )
     item = 4 if is_full else 2
     packed = item if setting.has_bf16_product or setting.device != "cpu" else 4
-    is_tied = bool(headers.config.get("tie_word_embeddings"))
+    is_tied = _is_tied(headers)
 
     def table(tensor: Tensor) -> int:
         if is_gguf and tensor.dtype in ("Q4_0", "Q4_1", "Q8_0"):
@@ -233,6 +258,8 @@ def _cache_bytes(headers: Headers, setting: Setting) -> int:
 
 def _growths(config: dict[str, Any], item: int) -> tuple[Growth, ...]:
     """Keys and values of all layers, those with a sliding window apart."""
+    if _is_gemma4(config):
+        return _gemma4_growths(config, item)
     layers, heads = _whole(config, "num_hidden_layers"), _whole(config, "num_attention_heads")
     kv_heads = _whole(config, "num_key_value_heads", heads)
     default = 128 if "Qwen3" in str(config.get("architectures")) else _whole(config, "hidden_size") // max(1, heads)
@@ -242,6 +269,25 @@ def _growths(config: dict[str, Any], item: int) -> tuple[Growth, ...]:
         return (Growth(layers * one_layer),)
     window = _whole(config, "sliding_window") + PREFILL_ROWS
     return Growth((layers - num_windowed) * one_layer), Growth(num_windowed * one_layer, window)
+
+
+def _gemma4_growths(config: dict[str, Any], item: int) -> tuple[Growth, ...]:
+    """Full layers have heads of another size and number (models/gemma4/config.py)."""
+    layers, kinds = _whole(config, "num_hidden_layers"), config.get("layer_types")
+    if not isinstance(kinds, list):
+        kinds = ["full_attention" if (layer + 1) % 6 == 0 else "sliding_attention" for layer in range(layers)]
+    own = next(iter((config.get("per_layer_config") or {}).values()), {})
+    shares = config.get("attention_k_eq_v") and config.get("num_global_key_value_heads") is not None
+    kv_heads = _whole(config, "num_key_value_heads")
+    full_heads = _whole(own, "num_key_value_heads", config.get("num_global_key_value_heads") if shares else kv_heads)
+    full_dim = _whole(own, "head_dim", config.get("global_head_dim", 512))
+    num_full = kinds.count("full_attention")
+    full = Growth(num_full * 2 * full_heads * full_dim * item)
+    if num_full == len(kinds):
+        return (full,)
+    one_layer = 2 * kv_heads * _whole(config, "head_dim", 256) * item
+    window = _whole(config, "sliding_window") + PREFILL_ROWS
+    return full, Growth((len(kinds) - num_full) * one_layer, window)
 
 
 def _num_windowed(config: dict[str, Any], layers: int) -> int:

@@ -20,6 +20,7 @@ TAG_PAIRS = (
     ("[THINK]", "[/THINK]"),
     ("<seed:think>", "</seed:think>"),
     ("<|START_THINKING|>", "<|END_THINKING|>"),
+    ("<|channel>", "<channel|>"),
 )
 """Opening and closing tags that published checkpoints add to their tokenizers."""
 

@@ -21,6 +21,7 @@ from fixtures.deepseek_v4 import parsed, v4_config
 from models.deepseek_v4.test_load_plan import write_headers
 from models.gguf_files import write_gguf
 from models.pairs import CPU, make_theirs
+from models.test_gemma4 import make_theirs as make_gemma4
 from sparkchat import environment, inventory
 from sparkchat.config import RunConfig
 from sparkchat.environment import Gpu, Memory
@@ -180,6 +181,21 @@ def test_float8_weights_are_planned_as_what_they_become() -> None:
             plan_memory(headers("F8_E4M3"), None, setting).weights
             == plan_memory(headers("BF16"), None, setting).weights
         )
+
+
+def test_gemma_4_is_planned_with_both_kinds_of_layers(tmp_path: Path) -> None:
+    theirs = make_gemma4("gemma4_unified_text")
+    theirs.save_pretrained(tmp_path)
+    cache = load_target(tmp_path, device=CPU).new_cache(2, 512, 256)
+    cache.fill()
+    alone = plan_memory(local_headers(tmp_path), None, HERE)
+    assert alone.cache(512) == pytest.approx(cache.num_bytes, rel=0.3)
+    assert alone.growths[0].bytes_per_token == 2 * 2 * 1 * 16 * 4
+    headers = local_headers(tmp_path)
+    nested = {"architectures": ["Gemma4UnifiedForConditionalGeneration"], "text_config": headers.config}
+    tensors = [replace(t, name=t.name.replace("model.", "model.language_model.", 1)) for t in headers.tensors]
+    beside = plan_memory(Headers(nested, (*tensors, Tensor("model.vision.weight", "F32", (10**6, 10)))), None, HERE)
+    assert beside == alone
 
 
 def header_bytes(length: int, text: bytes = b"") -> bytes:
