@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 _WINDOW = 16
 """Drafting rounds averaged before the gate may close."""
@@ -62,6 +62,7 @@ class DraftGate:
     def pass_plain_step(self) -> None:
         self.pause_left = max(0, self.pause_left - 1)
 
-    def copy(self) -> DraftGate:
-        """What another request may start from: it decodes on the same machine with the same drafter."""
-        return replace(self, unverified=0)
+    def successor(self) -> DraftGate:
+        """What the next request starts from, on the same machine with the same drafter: where drafting did not pay, it
+        decodes plainly for one pause, and then finds out for itself."""
+        return DraftGate() if self.is_open else DraftGate(pause_left=_PAUSE, is_trial=True)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 
 from sparkchat.engine.cost_table import CostLookup
+from sparkchat.engine.draft_gate import DraftGate
 from sparkchat.params import CostTable
 from sparkchat.simulation import SimulatedAcceptance
 
@@ -41,6 +42,8 @@ class LoadedPair:
     damaged_ids: frozenset[int] = frozenset()
     """Tokens whose embedding in the target is not of numbers."""
 
+    last_gate: DraftGate = field(default_factory=DraftGate)
+    """Of the compact request that ended last."""
     measure_steps: Callable[[Sequence[int]], CostTable] | None = None
     """Times captured steps of so many requests; None where the reference loop is timed."""
     is_lagged: bool = False

@@ -93,10 +93,11 @@ def test_a_request_that_finds_no_room_for_long_is_starved_until_it_is_verified()
     assert not gate.is_starved
 
 
-def test_a_copy_goes_its_own_way() -> None:
-    gate = observed(*[50.0] * WINDOW)
-    gate.unverified = 9
-    other = gate.copy()
-    assert (other.pause_left, other.unverified) == (PAUSE, 0)
-    wait(other)
-    assert gate.pause_left == PAUSE
+def test_the_next_request_starts_where_drafting_was_left() -> None:
+    closed, still_open = observed(*[50.0] * WINDOW), observed(*[120.0] * 40)
+    closed.unverified = 9
+    for _ in range(40):
+        closed.pass_plain_step()
+    successor = closed.successor()
+    assert (wait(successor), successor.is_trial, successor.unverified) == (PAUSE, True, 0)
+    assert still_open.successor() == DraftGate()
