@@ -1,8 +1,8 @@
 """Counters of the server in Prometheus' text form, under the names that vLLM and SGLang give them.
 
 vLLM's speculation counters count drafts handed to the model, in steps that were handed any; SGLang's
-``spec_accept_rate`` counts drafts proposed. SGLang's gauges describe the last ten seconds and are left out while there
-is nothing to describe: a missing sample is "not measured".
+``spec_accept_rate`` counts drafts proposed. SGLang's gauges of speculation describe the last ten seconds in which steps
+ran, and have no sample before the first one: a missing sample is "not measured".
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class Metrics:
         live.num_tokens += num_tokens
         self._counts["generated"] += num_tokens
         self._arrivals.append((now, num_tokens))
-        self._forget_old(now)
+        _forget_old(self._arrivals, now)
 
     def _step(self, event: Event) -> None:
         proposed, verified, accepted = len(event["draft_ids"]), event["verify_len"], event["correct_drafts"]
@@ -140,7 +140,7 @@ class Metrics:
         self._steps.append(
             _Step(now, proposed, event["rows"], accepted, len(event["committed_ids"]), event["cap_trim"])
         )
-        self._forget_old(now)
+        _forget_old(self._steps, now)
 
     def _end(self, request_id: str, reason: str) -> None:
         live = self._live.pop(request_id, None)
@@ -152,14 +152,9 @@ class Metrics:
             self._prompt_lengths.observe(live.num_prompt)
             self._answer_lengths.observe(live.num_tokens)
 
-    def _forget_old(self, now: float) -> None:
-        for entries in (self._steps, self._arrivals):
-            while entries and entries[0][0] < now - WINDOW_SECONDS:
-                entries.popleft()
-
     def text(self, model: str, block_size: int | None) -> str:
         """The page of ``/metrics``."""
-        self._forget_old(self._clock())
+        _forget_old(self._arrivals, self._clock())
         running = sum(live.started is not None for live in self._live.values())
         page = _Page(model)
         self._write_vllm(page, running, block_size)
@@ -222,22 +217,27 @@ class Metrics:
     def _throughput(self) -> float:
         return sum(count for _, count in self._arrivals) / WINDOW_SECONDS
 
-    def _recent(self) -> Iterable[tuple[str, str, float]]:
-        """SGLang's gauges over the steps of the window; none when there was no step."""
+    def _recent(self) -> Iterable[tuple[str, str, float | None]]:
+        """SGLang's gauges over the steps of the window; None where there was none."""
         steps = self._steps
-        if not steps:
-            return
-        num_steps, committed = len(steps), sum(step.committed for step in steps)
-        yield "sglang:spec_accept_length", "Tokens kept a step, the model's own included.", committed / num_steps
-        proposed = sum(step.proposed for step in steps)
-        rate = sum(step.accepted for step in steps) / proposed
+        length, rate = _mean(step.committed for step in steps), None
+        if steps:
+            rate = sum(step.accepted for step in steps) / sum(step.proposed for step in steps)
+        whole = _mean(step.committed + step.trimmed for step in steps if step.trimmed is not None)
+        yield "sglang:spec_accept_length", "Tokens kept a step, the model's own included.", length
         yield "sglang:spec_accept_rate", "Drafts accepted of those proposed.", rate
-        rows = sum(step.rows for step in steps) / num_steps
-        yield "sglang:spec_cap_length", "Rows verified a step, the anchor's included.", rows
-        measured = [step for step in steps if step.trimmed is not None]
-        if measured:
-            whole = sum(step.committed + (step.trimmed or 0) for step in measured) / len(measured)
-            yield "sglang:spec_block_accept_length", "Tokens an untrimmed block would have kept.", whole
+        yield "sglang:spec_cap_length", "Rows verified a step, the anchor's included.", _mean(s.rows for s in steps)
+        yield "sglang:spec_block_accept_length", "Tokens an untrimmed block would have kept.", whole
+
+
+def _forget_old(entries: deque[Any], now: float) -> None:
+    while entries and entries[0][0] < now - WINDOW_SECONDS:
+        entries.popleft()
+
+
+def _mean(values: Iterable[float]) -> float | None:
+    found = list(values)
+    return sum(found) / len(found) if found else None
 
 
 class _Page:
@@ -251,9 +251,10 @@ class _Page:
     def text(self) -> str:
         return "\n".join(self._lines) + "\n"
 
-    def gauge(self, name: str, help_text: str, value: float) -> None:
+    def gauge(self, name: str, help_text: str, value: float | None) -> None:
         self._head(name, "gauge", help_text)
-        self._sample(name, {}, value)
+        if value is not None:
+            self._sample(name, {}, value)
 
     def counter(self, name: str, help_text: str, value: float) -> None:
         self.counters(name, help_text, [({}, value)])

@@ -234,13 +234,16 @@ def test_histograms_count_and_add_up() -> None:
     assert found["sglang:e2e_request_latency_seconds_count"] == 2
 
 
-def test_old_steps_are_forgotten_and_then_there_is_no_figure() -> None:
+def test_gauges_have_no_sample_before_the_first_step_and_keep_to_the_newest_ones() -> None:
+    assert not [name for name in samples(Metrics().text("m", 4)) if name.startswith("sglang:spec_accept")]
     clock = Clock()
     metrics = played(clock)
     clock.now += 60
     found = samples(metrics.text("m", 4))
-    assert not [name for name in found if name.startswith("sglang:spec_accept")]
-    assert found["sglang:gen_throughput"] == 0
+    assert (found["sglang:spec_accept_length"], found["sglang:gen_throughput"]) == (2.0, 0)
+    metrics.submitted("late")
+    metrics.take(step("late", 4, 4, 4, 0))
+    assert samples(metrics.text("m", 4))["sglang:spec_accept_length"] == 5
 
 
 def test_a_cap_that_was_measured_is_reported() -> None:
