@@ -107,7 +107,7 @@ def test_rows_of_a_block_see_each_other(device: torch.device) -> None:
 def test_a_row_does_not_depend_on_the_rows_beside_it(window: int | None, device: torch.device) -> None:
     batch = make(device, 8, 1, 16, [(0, 254, 4), (1, 300, 8)])
     together, _ = both(batch, 16, window)
-    for row in (1, 3, 4, 11):
+    for row in (1, 11):
         alone = {name: batch[name][row : row + 1] for name in ("q", "rows", "positions", "ends")}
         alone |= {"cache": batch["cache"], "starts": torch.tensor([0, 1], device=device, dtype=torch.int32)}
         single, _ = both(alone, 1, window)

@@ -68,7 +68,7 @@ def kernel_laws(logits: Tensor, settings: DrawSettings) -> Laws:
     return buffers.laws
 
 
-@pytest.mark.parametrize("vocab", [1000, 90, 4000])
+@pytest.mark.parametrize("vocab", [90, 1500])
 def test_kernel_laws(vocab: int, device: torch.device) -> None:
     logits = peaked_logits(len(SETTINGS), vocab, device)
     settings, want = settings_of(SETTINGS, device), Laws.empty(logits)
@@ -92,11 +92,11 @@ def test_a_nucleus_among_equal_tokens_takes_the_lowest_ids(device: torch.device)
 
 
 def test_bf16_logits(device: torch.device) -> None:
-    logits = peaked_logits(len(SETTINGS), 1000, device).to(torch.bfloat16)
-    settings = settings_of(SETTINGS, device)
-    torch.testing.assert_close(
-        kernel_laws(logits, settings).probabilities(), kernel_laws(logits.float(), settings).probabilities()
-    )
+    logits = peaked_logits(len(SETTINGS), 300, device).to(torch.bfloat16)
+    settings, want = settings_of(SETTINGS, device), Laws.empty(logits)
+    laws_reference(logits, torch.arange(len(SETTINGS)), settings, want, slice(None))
+    got = kernel_laws(logits, settings).probabilities()
+    torch.testing.assert_close(got, want.probabilities(), atol=1e-7, rtol=2e-5)
 
 
 @pytest.mark.parametrize("bad", [NAN, float("inf")])
@@ -121,7 +121,7 @@ def block(vocab: int, device: torch.device, rank: int = 24, width: int = 3) -> d
     }
 
 
-@pytest.mark.parametrize(("vocab", "has_map"), [(300, True), (1024, False)])
+@pytest.mark.parametrize(("vocab", "has_map"), [(200, True), (384, False)])
 def test_markov_block(vocab: int, has_map: bool, device: torch.device) -> None:
     parts, settings = block(vocab, device), settings_of(SETTINGS, device)
     mapping = torch.randperm(2 * vocab, device=device)[:vocab] if has_map else None
@@ -149,11 +149,11 @@ def test_markov_block(vocab: int, has_map: bool, device: torch.device) -> None:
 
 
 def test_without_a_sequential_head_drafts_come_from_the_base(device: torch.device) -> None:
-    parts, settings = block(300, device), settings_of(SETTINGS, device)
-    base, buffers = parts["base"].clone(), MarkovBuffers.empty(parts["base"])
-    launch_markov_block(base, None, None, parts["anchors"], settings, buffers, None, None, None)
-    assert torch.equal(base, parts["base"])
-    numbers = uniforms_reference(settings, 3, 0)
-    law = sampling.probabilities(base[3, :, :], *([x] * 3 for x in SETTINGS[3])).to(device)
-    assert buffers.tokens[3].tolist() == sampling.draw(law, numbers[3]).tolist()
+    base, laws = block(300, device)["base"][:2], [SETTINGS[0], SETTINGS[3]]
+    before, buffers, settings = base.clone(), MarkovBuffers.empty(base), settings_of(laws, device)
+    anchors = torch.zeros(2, dtype=torch.int64, device=device)
+    launch_markov_block(base, None, None, anchors, settings, buffers, None, None, None)
+    assert torch.equal(base, before)
+    law = sampling.probabilities(base[1], *([x] * 3 for x in laws[1])).to(device)
+    assert buffers.tokens[1].tolist() == sampling.draw(law, uniforms_reference(settings, 3, 0)[1]).tolist()
     assert buffers.tokens[0].tolist() == base[0].argmax(dim=-1).tolist()
