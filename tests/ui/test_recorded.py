@@ -196,3 +196,20 @@ async def test_keys_step_forth_and_back(recording: Path) -> None:
         await pilot.press("home", "space")
         await replayed(recording, pilot, app, f"paused 2x  step 0 of {index.num_steps}")
     app.bridge.close()
+
+
+@pytest.mark.parametrize("size", [(40, 12), (80, 24)])
+async def test_the_replay_fits_small_screens_and_its_help_lists_its_keys(
+    recording: Path, size: tuple[int, int]
+) -> None:
+    index = Recording(slow_copy(recording, 30.0))
+    app = ReplayApp(replay_config(index, "never", True), index, 1.0, is_paused=True)
+    async with app.run_test(size=size) as pilot:
+        await replayed(recording, pilot, app, "paused 1x")
+        await pilot.press("n")
+        await replayed(recording, pilot, app, "step 1 of")
+        assert screen_of(app).isascii()
+        await pilot.press("f1")
+        await replayed(recording, pilot, app, "new line")
+        assert "next step, then wait" in app.chat.help_text()
+    app.bridge.close()
