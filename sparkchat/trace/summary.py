@@ -57,6 +57,8 @@ class Totals:
         self._reasons: Counter[str] = Counter()
         self._decoded = _Ratio()
         self._ttft = _Ratio()
+        self._reported = _Ratio()
+        """Acceptance lengths that another engine told, weighted by its steps where it told those."""
 
     def add(self, line: TraceLine) -> None:
         data = line.data
@@ -89,6 +91,10 @@ class Totals:
         self._reasons[_known(end["finish_reason"], self._reasons)] += 1
         timing = end.get("timing") or {}
         self._ttft.add(timing.get("ttft_ms"))
+        if self.header is not None and self.header.get("engine"):
+            told = end["speculation"]
+            mean, weight = told.get("mean_acceptance_length"), told.get("num_steps", 1)
+            self._reported.add(None if mean is None else mean * weight, weight)
         if len(end["token_ids"]) > 1:
             # The first token comes from the prompt pass, and decode_ms begins with it.
             self._decoded.add(timing.get("decode_ms"), len(end["token_ids"]) - 1)
@@ -117,6 +123,8 @@ class Totals:
             "modes": list(self.by_mode),
             "by_mode": {mode: figures.to_json() for mode, figures in self.by_mode.items()},
             "calibration": self.all.calibration.to_json(),
+            "engine": header.get("engine"),
+            "reported_acceptance_length": self._reported.mean,
         }
 
 
@@ -231,6 +239,11 @@ def _text_lines(data: Mapping[str, Any]) -> list[str]:
         f"accepted drafts a step (0, 1, ...): {_counts(data['acceptance_histogram'])}",
         f"verify length (0, 1, ...): {_counts(data['verify_len_histogram'])}",
     ]
+    if data["engine"] is not None:
+        # Without step records everything that is counted from steps is a dash.
+        lines.append(
+            f"acceptance length by {data['engine']}'s own report: {_shown(data['reported_acceptance_length'])}"
+        )
     lines += _position_table(data["acceptance_by_position"])
     for mode, figures in data["by_mode"].items():
         lines.append(_mode_line(mode, figures))

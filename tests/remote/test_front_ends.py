@@ -18,7 +18,7 @@ from sparkchat.config import RunConfig
 from sparkchat.params import LoadSpec, SamplingParams
 from sparkchat.remote.connection import Server
 from sparkchat.remote.engine import RemoteEngine
-from sparkchat.trace import verify
+from sparkchat.trace import summarize, verify
 from sparkchat.ui.glyphs import glyphs
 from sparkchat.ui.panel_view import panel_rows
 from sparkchat.ui.stats import Snapshot
@@ -112,6 +112,9 @@ def test_a_result_and_a_trace_that_holds(play: Play, tmp_path: Path) -> None:
         assert [line["type"] for line in lines] == ["header", "turn", "end"]
         assert lines[0]["engine"] == lines[1]["engine"]
         assert lines[2]["text"] == "Hello world!"
+        told = summarize(trace).to_json()
+        assert told["reported_acceptance_length"] == (2.5 if ids else None)
+        assert told["mean_acceptance_length"] is None
 
 
 def test_a_line_chat_keeps_what_was_said(play: Play) -> None:
