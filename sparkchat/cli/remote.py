@@ -19,7 +19,10 @@ from sparkchat.remote.engine import RemoteEngine
 from sparkchat.resolve import Resolution, resolve_options
 
 KEY_VARIABLE = "SPARKCHAT_ENGINE_KEY"
-_LOCAL = ("mode", "drafter", "block_size", "device", "dtype", "context", "tp", "graphs")
+_LOCAL = (
+    *("mode", "drafter", "block_size", "accept_cap", "draft_temperature"),
+    *("device", "dtype", "context", "tp", "graphs"),
+)
 _LOCAL_FLAGS = ("offline", "dummy_weights", "simulate_acceptance")
 
 

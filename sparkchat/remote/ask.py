@@ -27,8 +27,8 @@ def build_body(request: GenerateRequest, model: str, kind: Kind) -> tuple[str, B
 
 def refuse_settings(request: GenerateRequest, kind: Kind) -> None:
     """Raise UsageError for settings that this engine has no field for."""
-    if request.mode is not None or request.block_size is not None:
-        raise UsageError(f"{kind.label} decides how drafts are verified; mode and block size cannot be asked for")
+    if any(getattr(request, name) is not None for name in ("mode", "block_size", "accept_cap", "draft_temperature")):
+        raise UsageError(f"{kind.label} decides how drafts are made and verified; it cannot be asked for another way")
     if request.logprobs is not None:
         raise UsageError("log-probabilities are not asked of other engines; leave them out")
     refuse_sampling(request.sampling, kind)

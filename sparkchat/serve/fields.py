@@ -95,8 +95,7 @@ def _asked(
                 request = GenerateRequest(
                     id=f"{request_id}-{len(requests)}",
                     **prompt,
-                    mode=_option(body, "mode"),
-                    block_size=_option(body, "block_size"),
+                    **{name: _option(body, name) for name in _SPECULATION},
                     sampling=_seeded(sampling, choice),
                     session=session,
                     logprobs=logprobs,
@@ -250,7 +249,7 @@ def _short(value: Any) -> str:
 def _field_of(error: UsageError) -> str | None:
     """The class names the field first."""
     word = error.message.split(" ", 1)[0]
-    return word if word in SAMPLING or word in ("mode", "block_size", "logprobs") else None
+    return word if word in SAMPLING or word in (*_SPECULATION, "logprobs") else None
 
 
 def _refuse_unknown(body: Body, known: Mapping[str, _NoEffect | None]) -> None:
@@ -284,7 +283,8 @@ def _a(kind: type, want: str) -> _NoEffect:
 
 
 _LEAVE_OUT = _NoEffect("leave it out")
-_OURS = dict.fromkeys((*SAMPLING, "model", "n", "stream", "stream_options", "mode", "block_size", "session"))
+_SPECULATION = ("mode", "block_size", "accept_cap", "draft_temperature")
+_OURS = dict.fromkeys((*SAMPLING, "model", "n", "stream", "stream_options", "session", *_SPECULATION))
 _SHARED: dict[str, _NoEffect | None] = {
     **_OURS,
     "logprobs": None,

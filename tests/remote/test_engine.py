@@ -199,7 +199,7 @@ def test_thinking_is_switched_by_the_template(play: Play, connect: Connect) -> N
         (LLAMA_CPP_PYTHON, {"think": True}, "thinking"),
         (LLAMA_CPP_PYTHON, {"prompt_ids": (1,)}, "token ids"),
         (SGLANG, {"prompt": "x", "raw": True}, "--max-tokens"),
-        (VLLM, {"mode": "compact"}, "mode"),
+        (VLLM, {"mode": "compact"}, "decides how drafts are made"),
         (replace(VLLM, owner="somebody"), {"sampling": {"top_k": 5}}, "--top-k"),
     ],
 )

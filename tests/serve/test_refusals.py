@@ -71,6 +71,8 @@ WRONG_FIELDS: list[tuple[str, Json, str]] = [
     (CHAT, {"messages": HI, "store": True}, "store"),
     (CHAT, {"messages": HI, "mode": "fast"}, "mode"),
     (CHAT, {"messages": HI, "block_size": 0}, "block_size"),
+    (CHAT, {"messages": HI, "accept_cap": 0}, "accept_cap"),
+    (CHAT, {"messages": HI, "draft_temperature": "hot"}, "draft_temperature"),
     (CHAT, {"messages": HI, "think": 1}, "think"),
     (CHAT, {"messages": HI, "chat_template_kwargs": {"colour": True}}, "chat_template_kwargs"),
     (CHAT, {"messages": HI, "temprature": 1}, "temprature"),
