@@ -9,6 +9,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("no GPU, and TRITON_INTERPRET is not set", allow_module_level=True)
 
+from fixtures.triton_interpreter import interpreter_that_copes  # noqa: F401
 from sparkchat.train.decode_attention import decode_attention_reference
 from sparkchat.train.losses import Shaping, SlotTargets, block_losses
 from sparkchat.train.triton_kernels import (
