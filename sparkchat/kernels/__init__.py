@@ -14,6 +14,7 @@ side (models/weights.py). "half" is bf16 or fp16; fp32 works everywhere and is e
         x [N, d] fp32, in place: x += delta. delta None, [N, d] half or fp32, or partial sums [S, N, d] fp32 of a split
         product, added in order. out [N, d] half or fp32 = rmsnorm(x) * weight. weight [d] fp32.
         tap [N, d] (row stride free) half or fp32 receives x after the addition: a tapped layer's feature.
+        x None: the delta alone is normalised.
 
     from sparkchat.kernels.rope import write_qkv
     write_qkv(qkv, positions, rows, rope, cache, q, *, qk_norm=None, eps=0.0, pages=None)
@@ -46,9 +47,9 @@ side (models/weights.py). "half" is bf16 or fp16; fp32 works everywhere and is e
     DrawSettings(temperature [R] fp32, top_k [R] int32 (0: all), top_p [R] fp32, min_p [R] fp32,
                  seeds [R] int64 (bits of the 64-bit seed), rounds [R] int64)
         Numbers are those of engine/rng.py. A temperature below 1e-5 is greedy.
-    Laws(logits [M, V] fp32, peak, least, scale [M] fp32, last_tie [M] int32)
-        the law of each row without its probabilities: p(v) = exp((z_v - peak) / T) * scale where z_v > least, or
-        z_v == least and v <= last_tie; else 0. Laws.empty(logits, ...) makes static buffers.
+    Laws(logits [M, V], peak, temperature, least, scale [M] fp32, last_tie [M] int32)
+        the law of each row without its probabilities: p(v) = exp((z_v - peak) / temperature) * scale where
+        z_v > least, or z_v == least and v <= last_tie; else 0. Laws.empty(logits) makes static buffers.
 
     from sparkchat.kernels.markov import MarkovBuffers, markov_block
     markov_block(base, w1, w2, anchors, settings, buffers, *, draft_to_target=None, hidden=None, confidence=None)
@@ -74,6 +75,10 @@ side (models/weights.py). "half" is bf16 or fp16; fp32 works everywhere and is e
         [rows+1] fp64: milliseconds of a step by its rows (entry 0 unused). Fills verify_lens [R] int32 by Algorithm 1
         with early stop, R*g <= 4096; with budget [1] int32 instead the ``budget`` likeliest drafts of the batch.
 
-Programmatic dependent launch: ``sparkchat.kernels.launch.overlap(True)`` lets each kernel's start overlap the end of
-the one before it on the stream (all kernels here wait for their inputs before they read them). Off unless asked for.
+Programmatic dependent launch: within ``with sparkchat.kernels.launch.overlap():`` each kernel's start overlaps the end
+of the one before it on the stream, and products call their first weights into L2 meanwhile. Capture inside the block;
+all kernels here wait for what came before them before they read or write anything that changes. Off unless asked for.
+
+Where results do depend on what is beside a row: nowhere within one dtype and one weight shape, up to the 64 rows a
+product takes in one tile and beyond; kernels and cuBLAS (which callers may take for many rows) sum in different orders.
 """
