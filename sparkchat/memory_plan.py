@@ -28,6 +28,9 @@ V4_WORKING_BYTES = 4 << 30
 SMALLEST_CONTEXT = 512
 """What is left below this is no chat."""
 
+FP8_BLOCK = 128
+"""Outputs and inputs that share a scale where float8 weights stay float8 on a GPU (models/linear.py)."""
+
 _V4_SPLIT = re.compile(
     r"(embed|head|.*\.attn\.(wq_b|wo_a|wo_b)|.*\.ffn\.(shared_experts|experts\.\d+)\.w[123]|.*\.markov_w2)"
     r"\.(weight|scale)|.*\.attn_sink"
@@ -191,7 +194,8 @@ def _dense_bytes(headers: Headers, setting: Setting) -> int:
 def _linear_bytes(tensor: Tensor, headers: Headers, setting: Setting) -> float:
     """Bytes for each number of a matrix in memory."""
     if setting.device != "cpu":
-        return 4 if setting.dtype == "float32" else 2
+        is_kept = tensor.dtype == "F8_E4M3" and setting.dtype == "auto" and tensor.shape[0] % FP8_BLOCK == 0
+        return 4 if setting.dtype == "float32" else 1 if is_kept else 2
     half = 2 if setting.has_bf16_product else 4
     if setting.dtype != "auto":
         return 4 if setting.dtype == "float32" else half

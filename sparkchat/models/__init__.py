@@ -94,8 +94,11 @@ def _load_target(path: Path, device: torch.device, dtype: torch.dtype | None) ->
         known = ", ".join((*TARGETS, *GEMMA4, DEEPSEEK_V4))
         raise UsageError(f"{path}: architecture {name} is not supported; known: {known}")
     parsed = parse_target(path, config)
-    source = FolderSource(path, parse_fp8_block(config))
-    model = DenseModel(source, parsed, device, dtype or _own_dtype(source, device), "model.")
+    fp8_block = parse_fp8_block(config)
+    source = FolderSource(path, fp8_block)
+    # Float8 stays float8 on a GPU.
+    own = None if fp8_block is not None and device.type != "cpu" else _own_dtype(source, device)
+    model = DenseModel(source, parsed, device, dtype or own, "model.")
     source.finish(["lm_head.weight"] if parsed.tie_word_embeddings else [])
     return model
 

@@ -197,4 +197,5 @@ def _make_head(weight: Weight, device: torch.device, dtype: torch.dtype | None) 
 
 def _dtype_name(layers: list[DecoderLayer]) -> str:
     linear = layers[0].qkv
-    return "q4_1" if linear.kernel == "int4pack" else str(linear.dtype).removeprefix("torch.")
+    stored = {"int4pack": "q4_1", "fp8": "float8"}
+    return stored.get(linear.kernel) or str(linear.dtype).removeprefix("torch.")

@@ -30,10 +30,10 @@ MOST_SMALL_ROWS = 64
 
 def product(x: Tensor, linear: PlainLinear, epilogue: str = "none", out_dtype: torch.dtype | None = None) -> Tensor:
     """x [N, k] -> what ``small_gemm`` leaves of x W^T + b with this epilogue; [N, n] of parts where rows are many."""
-    weight, bias = linear.weight, linear.bias
+    weight = linear.weight
     count, size = x.shape[0], weight.shape[0]
     if count > MOST_SMALL_ROWS:
-        y = F.linear(x, weight, bias)
+        y = linear(x)
         if epilogue == "silu_mul":
             gate, up = y.chunk(2, dim=1)
             return F.silu(gate) * up
@@ -44,7 +44,7 @@ def product(x: Tensor, linear: PlainLinear, epilogue: str = "none", out_dtype: t
     else:
         width = size // 2 if epilogue == "silu_mul" else size
         out = torch.empty((count, width), dtype=out_dtype or x.dtype, device=x.device)
-    small_gemm(x, weight, out, bias=bias, epilogue=epilogue)
+    small_gemm(x, weight, out, scales=linear.scales, bias=linear.bias, epilogue=epilogue)
     return out
 
 

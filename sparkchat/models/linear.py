@@ -15,6 +15,8 @@ from torch import Tensor
 
 from sparkchat.models.quant import GROUP, GroupedWeight, Weight, dense
 
+FP8_BLOCK = 128
+"""Outputs and inputs that share a scale in ``Fp8Linear``."""
 _PACKED_ROWS = 8
 """Batch size oneDNN is told to expect when it chooses the layout."""
 
@@ -38,10 +40,44 @@ class PlainLinear:
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.weight, self.bias = weight, bias
+        self.scales: Tensor | None = None
         self.dtype = weight.dtype
 
     def __call__(self, x: Tensor, is_long: bool = False) -> Tensor:
         return F.linear(x, self.weight, self.bias)
+
+
+class Fp8Linear(PlainLinear):
+    """Float8 codes with one float32 scale for each block of 128 x 128: half the bytes of bf16 on a GPU.
+
+    Kernels multiply the codes as they are (kernels/gemm); called here, the weight is unpacked for this one use.
+    """
+
+    kernel = "fp8"
+
+    def __init__(self, codes: Tensor, scales: Tensor, bias: Tensor | None) -> None:
+        """codes [n, k] float8_e4m3fn, scales [n/128, k/128] float32."""
+        super().__init__(codes, bias)
+        self.scales, self.dtype = scales, torch.bfloat16
+
+    @classmethod
+    def of(cls, weight: Weight, bias: Tensor | None, device: torch.device) -> Fp8Linear | None:
+        """None for a weight whose scales do not lie in whole blocks."""
+        is_fp8 = isinstance(weight, GroupedWeight) and weight.codes.dtype == torch.float8_e4m3fn
+        if not is_fp8 or weight.group != FP8_BLOCK or weight.shape[0] % FP8_BLOCK:
+            return None
+        blocks = weight.scale.view(-1, FP8_BLOCK, weight.scale.shape[1])
+        if not bool((blocks == blocks[:, :1]).all()):
+            return None
+        bias = None if bias is None else bias.to(device=device, dtype=torch.bfloat16)
+        return cls(weight.codes.to(device).contiguous(), blocks[:, 0].to(device).contiguous(), bias)
+
+    def __call__(self, x: Tensor, is_long: bool = False) -> Tensor:
+        n, k = self.weight.shape
+        assert self.scales is not None
+        blocks = self.weight.to(self.dtype).view(n // FP8_BLOCK, FP8_BLOCK, k // FP8_BLOCK, FP8_BLOCK)
+        plain = (blocks * self.scales[:, None, :, None]).to(self.dtype).view(n, k)
+        return F.linear(x, plain, self.bias)
 
 
 class PackedLinear:
@@ -114,10 +150,13 @@ class Int8Linear:
 
 
 def make_linear(weight: Weight, bias: Tensor | None, *, device: torch.device, dtype: torch.dtype | None) -> Linear:
-    """Pack a weight. ``dtype`` None keeps 4 bit codes as they are and makes everything else bf16; int8 rounds to codes.
+    """Pack a weight. ``dtype`` None keeps codes as they are where there is a product for them, those of 4 bits on the
+    CPU and float8 on a GPU, and makes everything else bf16; int8 rounds to codes.
 
-    Shapes that the 4 bit kernel does not take are unpacked to bf16.
+    Shapes that those products do not take are unpacked to bf16.
     """
+    if dtype is None and device.type != "cpu" and (kept := Fp8Linear.of(weight, bias, device)) is not None:
+        return kept
     fits_int4 = weight.shape[0] % 16 == 0 and weight.shape[1] % GROUP == 0
     if dtype is None and device.type == "cpu" and isinstance(weight, GroupedWeight) and weight.is_4bit and fits_int4:
         return Int4Linear(weight, None if bias is None else bias.to(torch.bfloat16))

@@ -17,7 +17,9 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from models.pairs import CPU, Pair, assert_close, make_theirs, random_ids, run_chunks, their_logits
 from sparkchat.errors import DamagedFile, SparkchatError, UsageError
 from sparkchat.models import load_target
-from sparkchat.models.quant import GroupedWeight, block_scaled, dense, stack_rows, take_columns, take_rows
+from sparkchat.models.fused import MOST_SMALL_ROWS, product
+from sparkchat.models.linear import Fp8Linear, PlainLinear, make_linear
+from sparkchat.models.quant import GroupedWeight, Weight, block_scaled, dense, stack_rows, take_columns, take_rows
 from sparkchat.models.weights import FolderSource
 
 FP8 = torch.float8_e4m3fn
@@ -117,6 +119,55 @@ def test_blocks_of_128_stay_codes_when_heads_and_projections_move() -> None:
     rows = torch.randperm(256)
     both = stack_rows([take_rows(weight, rows), weight])
     assert isinstance(both, GroupedWeight) and torch.equal(both.dense(), torch.cat([values[rows], values]))
+
+
+def published_block(seed: int = 0) -> tuple[Weight, Tensor]:
+    """A weight [256, 384] with blocks of 128, and its numbers."""
+    codes, scale, values = quantised(
+        torch.randn(256, 384, generator=torch.Generator().manual_seed(seed)), (128, 128), torch.bfloat16
+    )
+    return block_scaled(codes, scale, (128, 128)), values
+
+
+@pytest.mark.parametrize("epilogue", ["none", "silu_mul", "partials"])
+@pytest.mark.parametrize("rows", [1, 5, MOST_SMALL_ROWS + 1])
+def test_codes_are_multiplied_as_they_are_on_a_gpu(epilogue: str, rows: int) -> None:
+    """The kernel's reference takes codes and block scales; many rows take the unpacked weight."""
+    weight, values = published_block()
+    linear = Fp8Linear.of(weight, torch.ones(256), CPU)
+    assert linear is not None and linear.weight.dtype == FP8 and linear.scales is not None
+    assert linear.scales.shape == (2, 3) and linear.dtype == torch.bfloat16
+    x = torch.randn(rows, 384, generator=torch.Generator().manual_seed(1)).bfloat16()
+    plain = exact = x.float() @ values.T + 1
+    got = product(x, linear, epilogue, torch.float32 if epilogue == "none" else None).float()
+    if epilogue == "partials" and got.dim() == 3:
+        got = got.sum(dim=0)
+    if epilogue == "silu_mul":
+        gate, up = exact.chunk(2, dim=1)
+        exact = torch.nn.functional.silu(gate) * up
+    assert (got - exact).norm() / exact.norm() < 0.01
+    assert (linear(x).float() - plain).norm() / plain.norm() < 0.01
+
+
+def test_heads_that_move_whole_keep_their_blocks_and_others_are_unpacked() -> None:
+    weight, values = published_block()
+    inside = (torch.tensor([1, 0])[:, None] * 128 + torch.randperm(128)).flatten()
+    moved = Fp8Linear.of(take_rows(weight, inside), None, CPU)
+    assert moved is not None
+    eye = torch.eye(384, dtype=torch.bfloat16)
+    assert torch.equal(moved(eye).T, values[inside].bfloat16())
+    assert Fp8Linear.of(take_rows(weight, torch.arange(256).roll(64)), None, CPU) is None
+    assert Fp8Linear.of(torch.ones(128, 128), None, CPU) is None
+    small = block_scaled(torch.ones(16, 16).to(FP8), torch.ones(2, 2), (8, 8))
+    assert Fp8Linear.of(small, None, CPU) is None
+
+
+def test_float8_stays_where_it_can_be_multiplied() -> None:
+    weight, _ = published_block()
+    elsewhere = torch.device("meta")  # any device that is no CPU
+    assert isinstance(make_linear(weight, None, device=elsewhere, dtype=torch.bfloat16), PlainLinear)
+    assert not isinstance(make_linear(weight, None, device=elsewhere, dtype=torch.bfloat16), Fp8Linear)
+    assert not isinstance(make_linear(weight, None, device=CPU, dtype=None), Fp8Linear)
 
 
 def spoil(folder: Path, change: Callable[[dict[str, Tensor]], Any]) -> None:
