@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
@@ -412,6 +413,9 @@ def run_tui(config: RunConfig, make_engine: Callable[[], Engine] | None = None) 
 
 def run_app(app: SparkApp, trace: TraceSink) -> int:
     """Run the app on the terminal, which is as it was found afterwards; returns the exit code."""
+    for name in ("COLUMNS", "LINES"):
+        # Exported by some shells, they would stand for the size for ever; the terminal knows it better.
+        os.environ.pop(name, None)
     guard = TerminalGuard(lambda code: app.exit(return_code=code))
     try:
         with guard:
