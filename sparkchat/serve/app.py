@@ -180,10 +180,11 @@ class App:
         leaving = asyncio.create_task(exchange.left())
         try:
             await asyncio.wait((answering, leaving), return_when=asyncio.FIRST_COMPLETED)
-            if not answering.done():
+            # A connection whose response is complete counts as left, too.
+            if not answering.done() and not exchange.is_complete:
                 answering.cancel()
                 raise Gone("the client left")
-            answering.result()
+            await answering
             return choices
         except Gone as gone:
             self._report_cut(asked, self._link.cancel(mailbox), gone)

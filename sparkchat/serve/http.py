@@ -36,6 +36,8 @@ class Exchange:
         self.has_begun = False
         """The status line is on its way."""
         self.is_stream = False
+        self.is_complete = False
+        """The end of the response is on its way."""
 
     async def body(self) -> bytes:
         """The whole body. Raises Problem (too large, too slow) or Gone."""
@@ -123,8 +125,10 @@ class Exchange:
         await self._put({"type": "http.response.start", "status": status, "headers": pairs})
 
     async def _put(self, message: Message) -> None:
+        self.is_complete = message["type"] == "http.response.body" and not message.get("more_body", False)
         try:
-            await asyncio.wait_for(self._send(message), STALL_SECONDS)
+            async with asyncio.timeout(STALL_SECONDS):
+                await self._send(message)
         except TimeoutError:
             raise Gone(f"the client took nothing for {STALL_SECONDS:.0f} seconds") from None
 
