@@ -21,6 +21,7 @@ from sparkchat.errors import NoAccess, SparkchatError, Unreachable, UsageError
 CONNECT_SECONDS = 10.0
 ASK_SECONDS = 30.0
 """For answers that are no stream."""
+_THIS_MACHINE = ("127.0.0.1", "localhost", "::1")
 MOST_LINE_BYTES = 16 << 20
 MOST_PAGE_BYTES = 16 << 20
 
@@ -47,6 +48,8 @@ class Server:
         self._scheme, self._host = parts.scheme, parts.hostname
         self._path = parts.path.rstrip("/").removesuffix("/v1")
         self._key = key
+        is_direct = self._host in _THIS_MACHINE or proxy_bypass(self._host)
+        self._proxy = None if is_direct else getproxies().get(self._scheme)
         self.url = f"{parts.scheme}://{parts.netloc}{self._path}"
 
     def get_json(self, path: str) -> Any:
@@ -60,7 +63,7 @@ class Server:
     def open(self, method: str, path: str, body: Any = None, timeout: float | None = None) -> Opened:
         """Send a request and wait for its status. Raises as ``get_json`` does; 4xx are Refused with their reason."""
         pending = self.prepare(timeout)
-        pending.send(method, self._path + path, body)
+        pending.send(method, self.full_path(path), body)
         return pending
 
     def prepare(self, timeout: float | None = None) -> Opened:
@@ -68,7 +71,8 @@ class Server:
         return Opened(self, self._connection(), timeout)
 
     def full_path(self, path: str) -> str:
-        return self._path + path
+        """What stands in the request line: through a proxy of plain HTTP the whole address."""
+        return f"{self.url}{path}" if self._proxy and self._scheme == "http" else self._path + path
 
     @property
     def headers(self) -> dict[str, str]:
@@ -76,21 +80,16 @@ class Server:
         return found | ({"authorization": f"Bearer {self._key}"} if self._key else {})
 
     def _connection(self) -> http.client.HTTPConnection:
-        proxy = None if proxy_bypass(self._host) else getproxies().get(self._scheme)
         host, port = self._host, self._port
-        if proxy:
-            through = urlsplit(proxy if "//" in proxy else f"//{proxy}")
+        if self._proxy:
+            through = urlsplit(self._proxy if "//" in self._proxy else f"//{self._proxy}")
             host, port = through.hostname or "", through.port
-        connection: http.client.HTTPConnection
-        if self._scheme == "https":
-            connection = http.client.HTTPSConnection(
-                host, port, timeout=CONNECT_SECONDS, context=ssl.create_default_context()
-            )
-        else:
-            connection = http.client.HTTPConnection(host, port, timeout=CONNECT_SECONDS)
-        if proxy:
-            connection.set_tunnel(self._host, self._port)
-        return connection
+        if self._scheme == "http":
+            return http.client.HTTPConnection(host, port, timeout=CONNECT_SECONDS)
+        secure = http.client.HTTPSConnection(host, port, timeout=CONNECT_SECONDS, context=ssl.create_default_context())
+        if self._proxy:
+            secure.set_tunnel(self._host, self._port)
+        return secure
 
     @staticmethod
     def _parsed(text: str, path: str) -> Any:

@@ -37,6 +37,8 @@ class Played:
     def __init__(self, part: Part) -> None:
         self.part = part
         self.bodies: list[tuple[str, Json]] = []
+        self.proxied: list[str] = []
+        """Whole addresses, of requests that came as to a proxy."""
         self.num_pages = 0
         self.cuts = 0
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
@@ -68,6 +70,13 @@ class Played:
 
             def log_message(self, *_: Any) -> None:
                 pass
+
+            def parse_request(self) -> bool:
+                is_good = super().parse_request()
+                if self.path.startswith("http://"):  # asked as a proxy
+                    played.proxied.append(self.path)
+                    self.path = "/" + self.path.split("/", 3)[3]
+                return is_good
 
             def do_GET(self) -> None:
                 part = played.part

@@ -26,6 +26,7 @@ from remote.played import CHAT, DONE, TEXT, Part, Played, chunk
 from sparkchat.errors import UsageError
 from sparkchat.params import SamplingParams
 from sparkchat.remote import engine as engine_module
+from sparkchat.remote.connection import Server
 from sparkchat.remote.engine import RemoteEngine
 
 Play = Callable[[Part], Played]
@@ -314,6 +315,24 @@ def test_a_key_is_sent_and_its_lack_is_explained(play: Play, connect: Connect) -
     played = play(replace(VLLM, key="s3cret"))
     assert "SPARKCHAT_ENGINE_KEY" in until(connect(played), "error", "ready")[-1]["message"]
     assert until(connect(played, key="s3cret"), "error", "ready")[-1]["event"] == "ready"
+
+
+def test_a_proxy_of_the_environment_is_used(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+    played = play(VLLM)
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("http_proxy", played.url)
+    engine = RemoteEngine(Server("http://cluster.invalid:8000/prefix/v1"), None, SamplingParams())
+    engine.start()
+    assert until(engine, "ready", "error")[-1]["event"] == "error"  # the played server knows no /prefix
+    assert played.proxied == ["http://cluster.invalid:8000/prefix/v1/models"]
+    engine.close()
+    # This machine is reached directly, whatever the environment says.
+    direct = RemoteEngine(Server(played.url), None, SamplingParams())
+    direct.start()
+    assert until(direct, "ready", "error")[-1]["event"] == "ready"
+    assert len(played.proxied) == 1
+    direct.close()
 
 
 def test_garbage_in_places_that_hold_numbers_harms_nothing(play: Play, connect: Connect) -> None:
