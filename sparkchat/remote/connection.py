@@ -36,15 +36,17 @@ class Server:
     """Where requests go. ``url`` may end in ``/v1``."""
 
     def __init__(self, url: str, key: str | None = None) -> None:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise UsageError(f"--engine {url[:80]} is no address; give one like http://127.0.0.1:8000")
-        if parts.username is not None or parts.password is not None or parts.query or parts.fragment:
-            raise UsageError("--engine takes an address alone; put a key into SPARKCHAT_ENGINE_KEY")
         try:
+            parts = urlsplit(url)
             self._port = parts.port
         except ValueError:
-            raise UsageError(f"--engine {url[:80]} has no possible port; give one like http://127.0.0.1:8000") from None
+            raise _no_address(url) from None
+        if parts.scheme not in ("http", "https") or not parts.hostname or not _is_visible(url):
+            raise _no_address(url)
+        if parts.username is not None or parts.password is not None or parts.query or parts.fragment:
+            raise UsageError("--engine takes an address alone; put a key into SPARKCHAT_ENGINE_KEY")
+        if key is not None and not _is_visible(key):
+            raise UsageError("SPARKCHAT_ENGINE_KEY holds what no header can; give visible ASCII without spaces")
         self._scheme, self._host = parts.scheme, parts.hostname
         self._path = parts.path.rstrip("/").removesuffix("/v1")
         self._key = key
@@ -202,6 +204,15 @@ class Opened:
     def _unreachable(self, error: Exception) -> SparkchatError:
         said = getattr(error, "strerror", None) or str(error) or type(error).__name__
         return Unreachable(f"{self._server.url} does not answer ({said}); start the server, or check --engine")
+
+
+def _no_address(url: str) -> UsageError:
+    return UsageError(f"--engine {url[:80]} is no address; give one like http://127.0.0.1:8000")
+
+
+def _is_visible(text: str) -> bool:
+    """ASCII that may stand in a request line or a header."""
+    return text.isascii() and text.isprintable() and " " not in text
 
 
 def _reason(text: str) -> str:

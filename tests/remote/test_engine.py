@@ -317,6 +317,19 @@ def test_a_key_is_sent_and_its_lack_is_explained(play: Play, connect: Connect) -
     assert until(connect(played, key="s3cret"), "error", "ready")[-1]["event"] == "ready"
 
 
+@pytest.mark.parametrize(
+    "url", ["ftp://x", "x:8000", "http://", "http://a b", "http://x:99999", "http://ä", "http://x?a"]
+)
+def test_an_address_that_is_none_is_refused(url: str) -> None:
+    with pytest.raises(UsageError, match="--engine"):
+        Server(url)
+
+
+def test_a_key_that_no_header_can_hold_is_refused() -> None:
+    with pytest.raises(UsageError, match="SPARKCHAT_ENGINE_KEY"):
+        Server("http://x", "a\nb")
+
+
 def test_a_proxy_of_the_environment_is_used(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
     played = play(VLLM)
     for name in ("no_proxy", "NO_PROXY"):

@@ -140,7 +140,7 @@ def test_a_profile_lends_its_settings_to_the_server_s_only_model(play: Play) -> 
 @pytest.mark.parametrize(
     ("args", "code", "words"),
     [
-        (("--engine", "ftp://x", "m", "hi"), 2, "no address"),
+        (("--engine", "http://[x", "m", "hi"), 2, "no address"),
         (("--engine", "http://u:p@x", "m", "hi"), 2, "SPARKCHAT_ENGINE_KEY"),
         (("--engine", "http://127.0.0.1:9", "m", "hi"), 69, "does not answer"),
         (("--engine", "http://127.0.0.1:9", "--mode", "off", "m", "hi"), 2, "--mode off has no place"),
