@@ -45,6 +45,7 @@ class ReplayApp(SparkApp):
         self._start_at: tuple[int, float, bool] = (0, speed, is_paused)
         """Where, how fast and whether standing still the next engine begins."""
         self._engine: RecordedEngine | None = None
+        self._bar = PartsBar(self.glyphs, id="replay")
 
     def _make_engine(self) -> RecordedEngine:
         position, speed, is_paused = self._start_at
@@ -62,7 +63,7 @@ class ReplayApp(SparkApp):
                 # Keys steer the replay until a command is written.
                 widget.can_focus = widget.display = False
             yield widget
-        yield PartsBar(self.glyphs, id="replay")
+        yield self._bar
 
     def on_mount(self) -> None:
         self._show_position()
@@ -90,7 +91,7 @@ class ReplayApp(SparkApp):
             (4, "home start", "dim"),
             (5, "/ command  q leave", "dim"),
         ]
-        self.query_one("#replay", PartsBar).show(parts)
+        self._bar.show(parts)
 
     # Actions
 
