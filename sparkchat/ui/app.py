@@ -189,6 +189,9 @@ class SparkApp(App[int]):
     def key_rows(self) -> list[tuple[str, str]]:
         return key_rows(self.BINDINGS, Prompt.BINDINGS, self._keymap_names)
 
+    def act(self, action: str) -> None:
+        self.call_later(self.run_action, action)
+
     def set_panel(self, shown: bool) -> None:
         self._panel_wish = shown
         self._place_panel()
@@ -382,7 +385,7 @@ class SparkApp(App[int]):
 
     def _later_action(self, action: str) -> Callable[[], None]:
         def run() -> None:
-            self.call_later(self.run_action, action)
+            self.act(action)
 
         return run
 

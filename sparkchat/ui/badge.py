@@ -52,7 +52,7 @@ def _from_step(info: dict[str, Any], snapshot: Snapshot, mode: str) -> str | Non
 
 def _from_table(info: dict[str, Any], snapshot: Snapshot, mode: str) -> str | None:
     if mode in ("compact", "cap-accept") and not info.get("cost_table"):
-        return f"{mode}: no cost table, nothing is trimmed; it is measured when the next answer starts"
+        return f"{mode}: no cost table, nothing is trimmed; 'sparkchat tune' measures one"
     if mode == "cap-accept":
         return "cap-accept: the whole block is verified and acceptance is capped; it measures, it does not speed up"
     newest = snapshot.strip[-TRIM_STEPS:]

@@ -46,6 +46,10 @@ class ChatFront(Protocol):
     def copy(self, text: str) -> None: ...
     def compare(self) -> None: ...
     def inspect(self) -> None: ...
+    def on_screen(self, action: str) -> None:
+        """Do what a key of the full screen does. Raises UsageError where there is no screen."""
+        ...
+
     def restart_engine(self) -> None: ...
     def quit(self) -> None: ...
 
@@ -272,6 +276,10 @@ def _no_argument(action: Callable[[ChatFront], None], name: str) -> Callable[[Ch
     return run
 
 
+def _on_screen(action: str, name: str) -> Callable[[ChatFront, str], None]:
+    return _no_argument(lambda front: front.on_screen(action), name)
+
+
 COMMANDS: Sequence[Command] = (
     Command("help", "/help, /?", "keys and commands; /? stats explains the numbers", _help, ("?",)),
     Command("mode", "/mode [NAME]", "verify mode: off, static, compact or cap-accept, from the next step on", _mode),
@@ -312,6 +320,8 @@ COMMANDS: Sequence[Command] = (
         "the last question again under every mode, same seed, side by side",
         _no_argument(lambda front: front.compare(), "compare"),
     ),
+    Command("tokens", "/tokens", "token colours on or off", _on_screen("toggle_origins", "tokens")),
+    Command("editor", "/editor", "write in $VISUAL or $EDITOR", _on_screen("editor", "editor")),
     Command(
         "inspect", "/inspect", "the steps of the last answer", _no_argument(lambda each: each.inspect(), "inspect")
     ),

@@ -212,6 +212,9 @@ class LiveChat(EngineSide):
         """Fold or unfold one thinking part by its line."""
         return self._answers.toggle_part(head)
 
+    def on_screen(self, action: str) -> None:
+        self._desk.act(action)
+
     def inspect(self) -> None:
         self._desk.show_steps()
 

@@ -319,6 +319,9 @@ class Repl:
                 return
         self.say(comparison.table())
 
+    def on_screen(self, action: str) -> None:
+        raise UsageError("that needs the full screen; run without --plain in a terminal")
+
     def inspect(self) -> None:
         raise UsageError("the step inspector needs the full screen; --trace FILE records every step")
 

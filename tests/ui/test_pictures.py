@@ -108,12 +108,3 @@ async def test_sixteen_colours(chat: Open, monkeypatch: pytest.MonkeyPatch) -> N
         await c.say("x")
         assert c.app.theme == "ansi-dark"
         check(c.app, "sixteen-80x24")
-
-
-@pytest.mark.parametrize("size", [(80, 24), (40, 12)])
-async def test_help(chat: Open, size: tuple[int, int]) -> None:
-    async with chat(size=size, options=OPTIONS) as c:
-        await c.ready()
-        await c.pilot.press("f1")
-        await c.pilot.pause(0.1)
-        check(c.app, named("help", size))
