@@ -14,7 +14,7 @@ from sparkchat.engine.laws import draw_next, target_laws
 from sparkchat.engine.logprobs import keep_scores
 from sparkchat.engine.pair import LoadedPair
 from sparkchat.engine.request import RequestState
-from sparkchat.engine.slots import FLUSH_ROWS, flush_contexts
+from sparkchat.engine.slots import FLUSH_ROWS, flush_contexts, keep_prompt
 
 CHUNK_ROWS = 256
 """Prompt rows of one request in one pass; sliding-window rings have room for exactly this many."""
@@ -47,6 +47,9 @@ def prefill_step(pair: LoadedPair, states: Sequence[RequestState]) -> list[dict[
     ready = [r for r, state in enumerate(chosen) if state.prefilled == len(state.prompt_ids)]
     if not ready:
         return []
+    for state in (chosen[r] for r in ready):
+        if state.request.session is not None:
+            keep_prompt(pair, state.slot, state.prefilled)
     last = torch.tensor([batch.row_starts[r + 1] - 1 for r in ready], device=pair.device)
     return _first_tokens(pair, [chosen[r] for r in ready], pair.target.logits(hidden[last]))
 

@@ -61,6 +61,10 @@ class SharedCache:
         self.inner.free(row)
         self._tell("free", row)
 
+    def keep(self, row: int) -> None:
+        self.inner.keep(row)
+        self._tell("keep", row)
+
     def truncate(self, row: int, length: int) -> None:
         self.inner.truncate(row, length)
         self._tell("truncate", row, length)

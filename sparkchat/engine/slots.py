@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch import Tensor
 from sparkchat.models.base import ForwardBatch
 
 if TYPE_CHECKING:
+    from sparkchat.engine.pair import LoadedPair
     from sparkchat.models.base import KVCache
     from sparkchat.models.dspark.drafter import Drafter
 
@@ -81,6 +82,30 @@ class Slot:
     draft: DraftContext | None
     tokens: list[int] = field(default_factory=list)
     """The tokens whose KV is in the target's cache, while the slot is idle."""
+    kept: int = 0
+    """Length of the prompt at whose end the caches kept their rings; 0 where they have none, or kept nothing."""
+
+
+@runtime_checkable
+class KeepsRings(Protocol):
+    """A cache that forgets old positions, and can keep what it holds at one length of a row."""
+
+    def keep(self, row: int) -> None: ...
+
+
+def keep_prompt(pair: LoadedPair, slot: Slot, length: int) -> None:
+    """At the end of a prompt of ``length`` tokens whose session may go on: make sure that it can go on from here.
+
+    The next turn often differs from what is cached right behind this prompt: an answer is asked for again, or its
+    thinking is left out.
+    """
+    if not isinstance(pair.cache, KeepsRings):
+        return
+    if slot.draft is not None and pair.drafter is not None and isinstance(pair.draft_cache, KeepsRings):
+        flush_contexts(pair.drafter, pair.draft_cache, [slot.draft])
+        pair.draft_cache.keep(slot.draft.row)
+    pair.cache.keep(slot.row)
+    slot.kept = length
 
 
 class SlotTable:
@@ -126,16 +151,21 @@ class SlotTable:
         common, limit = 0, min(len(slot.tokens), len(prompt_ids) - 1)
         while common < limit and slot.tokens[common] == prompt_ids[common]:
             common += 1
-        if not self._cache.can_truncate(slot.row, common):
+        length = next((n for n in (common, min(common, slot.kept)) if self._can_rewind(slot, n)), None)
+        if length is None:
             return None
         if slot.draft is not None and self._draft_cache is not None:
-            kept = min(common, slot.draft.length)
-            if not self._draft_cache.can_truncate(slot.draft.row, kept):
-                return None
-            slot.draft.truncate(common)
+            slot.draft.truncate(length)
             self._draft_cache.truncate(slot.draft.row, slot.draft.length)
-        self._cache.truncate(slot.row, common)
-        return common
+        self._cache.truncate(slot.row, length)
+        return length
+
+    def _can_rewind(self, slot: Slot, length: int) -> bool:
+        if not self._cache.can_truncate(slot.row, length):
+            return False
+        if slot.draft is None or self._draft_cache is None:
+            return True
+        return self._draft_cache.can_truncate(slot.draft.row, min(length, slot.draft.length))
 
     def _free(self, slot: Slot) -> None:
         self._cache.free(slot.row)

@@ -135,6 +135,20 @@ def test_a_conversation_that_goes_on_or_changes_is_what_a_fresh_one_would_be(
         assert opened.ids([{**line, "session": "s"}]) == opened.ids([{**line, "mode": "off"}])
 
 
+@pytest.mark.parametrize("drafter", ["oracle", "mtp"])
+def test_after_a_long_answer_a_chat_goes_back_to_its_question(
+    drafter: str, folder_of: Callable[[str], Path], runner: OpenRunner
+) -> None:
+    """Further back than the rings hold, as when a next turn leaves out the thinking."""
+    folder = folder_of(drafter)
+    opened, question = runner(folder, folder), random_prompts(2, 90)[1]
+    opened.ids([{**lines([question], mode="static", max_tokens=300)[0], "session": "s"}])
+    line = lines([[*question[:-1], 333, 334, 335]], mode="static", max_tokens=40)[0]
+    result = opened.run([{**line, "session": "s"}])[0]
+    assert result["token_ids"] == opened.ids([{**line, "mode": "off"}])[0]
+    assert result["usage"]["cached_tokens"] == len(question) - 1
+
+
 def test_mode_compact_without_confidence_verifies_whole_blocks_and_says_so(
     folder_of: Callable[[str], Path], runner: OpenRunner
 ) -> None:

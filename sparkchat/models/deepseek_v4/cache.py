@@ -106,6 +106,11 @@ class RatioStore:
         if self.index_keys is not None:
             self.index_keys.grow(rows, self.num_entries)
 
+    def rings(self, row: int) -> list[torch.Tensor]:
+        """Views of a row's rings, whole: what a longer text writes over."""
+        raw = [part.data[:, row] for part in (self.raw, self.index_raw) if part is not None]
+        return [self.latents.data[:, row, SINK_SLOTS : self.first_entry], *raw]
+
     def clear(self, row: int) -> None:
         for part in self.parts:
             part.data[:, row].zero_()
@@ -148,6 +153,8 @@ class StateCache:
         self._lengths: dict[int, int] = {}
         self._written = [0] * max_rows
         """[max_rows] one more than the highest position ever written in the row."""
+        self._kept: dict[int, tuple[int, list[torch.Tensor]]] = {}
+        """Row -> the length at which its rings were kept, and copies of them."""
 
     def allocate(self) -> int:
         """Take the lowest free row, empty. Raises ValueError when all rows are taken."""
@@ -167,6 +174,17 @@ class StateCache:
 
     def free(self, row: int) -> None:
         del self._lengths[row]
+        self._kept.pop(row, None)
+
+    def keep(self, row: int) -> None:
+        """Keep the rings as they are: from here on the row can come back to this length, however far it goes on.
+
+        One length is kept for a row, the latest.
+        """
+        self._kept[row] = (self._lengths[row], [ring.clone() for ring in self._rings(row)])
+
+    def _rings(self, row: int) -> list[torch.Tensor]:
+        return [ring for store in self.stores.values() for ring in store.rings(row)]
 
     def length(self, row: int) -> int:
         """Positions 0..length-1 of the row are cached."""
@@ -174,15 +192,31 @@ class StateCache:
 
     def can_truncate(self, row: int, length: int) -> bool:
         """Whether the row can go on from ``length``: a ring may have written over what is needed."""
+        return self._can_resume(row, length, self._written[row]) or self._can_restore(row, length)
+
+    def _can_restore(self, row: int, length: int) -> bool:
+        """Whether the row can go on from ``length`` with the rings that were kept."""
+        kept = self._kept.get(row)
+        return kept is not None and length <= kept[0] and self._can_resume(row, length, kept[0])
+
+    def _can_resume(self, row: int, length: int, written: int) -> bool:
+        """Whether rings in which every position below ``written`` was stored hold what ``length`` needs."""
         if not 0 <= length <= self._lengths[row]:
             return False
-        return all(store.can_resume(length, self._written[row]) for store in self.stores.values())
+        return all(store.can_resume(length, written) for store in self.stores.values())
 
     def truncate(self, row: int, length: int) -> None:
         """Forget the positions from ``length`` on. Raises ValueError where ``can_truncate`` says no."""
         if not self.can_truncate(row, length):
             raise ValueError(f"cache row {row} holds {self._lengths[row]} positions and cannot go back to {length}")
+        if not self._can_resume(row, length, self._written[row]):
+            self._written[row], rings = self._kept[row]
+            for ring, kept in zip(self._rings(row), rings, strict=True):
+                ring.copy_(kept)
         self._lengths[row] = length
+        if row in self._kept and length < self._kept[row][0]:
+            # What was kept belongs to a text that is no longer this row's.
+            del self._kept[row]
 
     def reserve(self, row: int, count: int) -> int:
         """Make room for ``count`` more positions of the row and return the first of them."""

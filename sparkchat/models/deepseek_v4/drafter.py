@@ -50,9 +50,9 @@ class BlockConfig:
 class ContextCache(StateCache):
     """The window latents of a drafter's stages."""
 
-    def can_truncate(self, row: int, length: int) -> bool:
+    def _can_resume(self, row: int, length: int, written: int) -> bool:
         """A block sees a whole window before its first row, a position more than a plain row does."""
-        return super().can_truncate(row, length) and super().can_truncate(row, max(0, length - 1))
+        return all(super(ContextCache, self)._can_resume(row, n, written) for n in (length, max(0, length - 1)))
 
 
 def new_context_cache(

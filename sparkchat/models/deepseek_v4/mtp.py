@@ -60,6 +60,9 @@ class StreamCache(ContextCache):
         self.streams[row].zero_()
         return row
 
+    def _rings(self, row: int) -> list[Tensor]:
+        return [*super()._rings(row), self.streams[row]]
+
     @property
     def num_bytes(self) -> int:
         return super().num_bytes + self._streams.data.nbytes

@@ -144,3 +144,32 @@ def test_truncating_to_where_it_is_changes_nothing() -> None:
     fill(cache, row, random_ids(50))
     cache.truncate(row, 50)
     assert cache.length(row) == 50 and cache.can_truncate(row, 50) and not cache.can_truncate(row, 51)
+
+
+@pytest.mark.parametrize("back", [0, 1, 7])
+def test_what_was_kept_brings_a_row_back_from_anywhere(back: int) -> None:
+    ids, other = random_ids(60, seed=4), random_ids(20, seed=5)
+    cache = TRUNK.ours.new_cache(1, 300, 16)
+    row = cache.allocate()
+    fill(cache, row, ids)
+    cache.keep(row)
+    fill(cache, row, random_ids(200, seed=6))
+    assert cache.can_truncate(row, 60 - back) and not cache.can_truncate(row, 70) and not cache.can_truncate(row, 20)
+    cache.truncate(row, 60 - back)
+    fresh = TRUNK.ours.new_cache(1, 300, 16)
+    fill(fresh, fresh.allocate(), ids[: 60 - back])
+    assert torch.equal(fill(cache, row, other), fill(fresh, 0, other))
+
+
+def test_what_was_kept_of_another_text_is_forgotten() -> None:
+    cache = TRUNK.ours.new_cache(1, 300, 16)
+    row = cache.allocate()
+    fill(cache, row, random_ids(60, seed=4))
+    cache.keep(row)
+    cache.truncate(row, 55)
+    fill(cache, row, random_ids(200, seed=6))
+    assert not cache.can_truncate(row, 55)
+    cache.free(row)
+    assert cache.allocate() == row
+    fill(cache, row, random_ids(100, seed=7))
+    assert not cache.can_truncate(row, 55)
