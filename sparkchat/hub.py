@@ -63,6 +63,8 @@ ANSWER_SECONDS = 4.0
 TransportError: type[Exception] = HfHubHTTPError.__mro__[1]
 
 _TRIES = 4
+_ETAG = r"[A-Za-z0-9_-][A-Za-z0-9._-]*"
+"""What may become the name of a file."""
 _LONGEST_WAIT = 60.0
 """A hub that asks for a longer pause than this is not waited for."""
 _WANTED = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt")
@@ -91,6 +93,8 @@ def list_files(source: HubSource) -> Listing:
     token = _token()
     info = _asked(source, token, lambda: _within(ANSWER_SECONDS, lambda: _model_info(source, token)))
     commit = str(info.sha or source.revision)
+    if not re.fullmatch(r"[0-9a-f]{40}", commit):
+        raise DamagedFile(f"the hub names no commit for hf:{source.repo} but {commit[:60]!r}; do not use it")
     names = [s.rfilename for s in info.siblings or ()]
     wanted = [source.file] if source.file is not None else _needed(names)
     missing = [name for name in wanted if name not in names]
@@ -371,7 +375,7 @@ def _remote_file(repo: str, commit: str, sibling: Any, token: str | None) -> Rem
     if PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts:
         raise DamagedFile(f"hf:{repo} names a file outside its folder: {path!r}; do not use it")
     etag = sibling.lfs.sha256 if sibling.lfs is not None else sibling.blob_id
-    if sibling.size is not None and etag:
+    if sibling.size is not None and etag and re.fullmatch(_ETAG, str(etag)):
         return RemoteFile(path, int(sibling.size), str(etag))
     return _head(repo, commit, path, token)
 
@@ -382,7 +386,7 @@ def _head(repo: str, commit: str, path: str, token: str | None) -> RemoteFile:
     source = HubSource(repo, commit)
     url = hf_hub_url(repo, path, revision=commit)
     found = _asked(source, token, lambda: get_hf_file_metadata(url, token=token or False, timeout=ANSWER_SECONDS))
-    if found.size is None or not found.etag or not re.fullmatch(r"[A-Za-z0-9._-]+", found.etag):
+    if found.size is None or not found.etag or not re.fullmatch(_ETAG, found.etag):
         raise Unreachable(f"the hub gives no size or no usable ETag for {path} of hf:{repo}; try again later")
     return RemoteFile(path, found.size, found.etag)
 

@@ -75,7 +75,21 @@ def refetch(sources: tuple[Source, ...], name: str, paths: Paths, progress: Prog
         for source in sources:
             _remove_cached_file(source, paths)
         found = None
+    if found is not None and _drop_damaged(found.path, sources, paths, progress):
+        found = None
     return found or fetch(sources, name, paths, progress)
+
+
+def _drop_damaged(found: Path, sources: tuple[Source, ...], paths: Paths, progress: Progress) -> bool:
+    """Remove files of a hub source that do not have their checksum, so that they are fetched again."""
+    if not any(isinstance(source, HubSource) and _cached(source, paths) == found for source in sources):
+        return False
+    damaged = snapshot.damaged_files(found)
+    for file in damaged:
+        progress.say(f"{file.name} does not have its checksum; fetching it again")
+        file.resolve().unlink(missing_ok=True)
+        file.unlink(missing_ok=True)
+    return bool(damaged)
 
 
 def _with_near_name(error: SparkchatError, source: Source, paths: Paths) -> SparkchatError:

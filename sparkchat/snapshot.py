@@ -21,6 +21,7 @@ from sparkchat.store import git_sha1_of, remove_tree, sha256_of, tree_bytes
 PART = ".sparkchat-part"
 """Ends the name of a blob that is not whole yet."""
 
+_SMALL = 32 << 20
 _FRESH = ".sparkchat-"
 """Begins the name of a snapshot that is being put together; the commit follows."""
 
@@ -118,6 +119,18 @@ def verify_snapshot(snapshot: Path) -> list[str]:
         str(file.relative_to(snapshot))
         for file in sorted(snapshot.rglob("*"))
         if not file.is_dir() and not (file.is_file() and _is_whole(file))
+    ]
+
+
+def damaged_files(found: Path) -> list[Path]:
+    """What ``pull`` looks at again: a file fetched alone, or the small files of a folder; their checksums are their names.
+
+    Large ones of a folder are left to ``verify``: reading them takes minutes.
+    """
+    files = [found] if found.is_file() else [file for file in found.rglob("*") if not file.is_dir()]
+    is_alone = found.is_file()
+    return [
+        file for file in files if (is_alone or size_of(file) <= _SMALL) and not (file.is_file() and _is_whole(file))
     ]
 
 

@@ -325,5 +325,9 @@ def verify(model: a.Model = None, json_: a.AsJson = False) -> None:
     if bad:
         raise DamagedFile(
             f"{len(bad)} of {len(checked)} files of {found.name} are damaged, first {bad[0].path}; "
-            f"type `sparkchat rm {found.name}`, then `sparkchat pull {found.name}`"
+            + (
+                f"type `sparkchat rm {found.name}`, then `sparkchat pull {found.name}`"
+                if found.sources
+                else "copy it again"
+            )
         )

@@ -60,7 +60,7 @@ class ModelConfig:
     """From generation_config.json, else config.json, else the GGUF header; may be empty."""
     tie_word_embeddings: bool
     dtype_name: str = ""
-    """Format of the layer weights in memory: float32, bfloat16 or q4_1."""
+    """Format of the layer weights in memory: float32, bfloat16, float8 or q4_1."""
     linear_kernel: str = ""
     """Which matrix product runs in a decode step."""
     kv_dtype: torch.dtype = torch.float32

@@ -65,3 +65,46 @@ def test_a_drafter_that_another_profile_uses_stays(main: Cli, hub: Hub, write_pr
     done = main("rm", "pair2")
     assert (done.code, "stays" in done.err) == (0, False)
     assert main("pull", "--dry-run", "pair2", "--json").json["fetch_bytes"] > 0
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
+def test_pull_mends_small_files_that_were_spoiled(main: Cli, hub: Hub, name: str) -> None:
+    assert main("pull", "hf:org/model").code == 0
+    folder = Path(main("show", "hf:org/model", "--json").json["path"])
+    (folder / name).resolve().write_bytes(b"{")
+    hub.requests.clear()
+    done = main("pull", "hf:org/model")
+    assert (done.code, f"{name} does not have its checksum" in done.err) == (0, True)
+    assert (folder / name).read_bytes() == hub.repos["org/model"].files[name]
+    assert hub.ranges(name) == [None] and hub.ranges("model.safetensors") == []
+    assert main("verify", "hf:org/model").code == 0
+
+
+def test_pull_mends_a_single_file_that_was_cut(main: Cli, hub: Hub) -> None:
+    hub.repos["org/model"].files["model.gguf"] = b"GGUF" + bytes(5000)
+    assert main("pull", "hf:org/model/model.gguf").code == 0
+    file = Path(main("show", "hf:org/model/model.gguf", "--json").json["path"])
+    file.resolve().write_bytes(b"GGUF")
+    assert main("pull", "hf:org/model/model.gguf").code == 0
+    assert file.read_bytes() == hub.repos["org/model"].files["model.gguf"]
+
+
+def test_verify_finds_weights_of_ones_own_that_are_cut(main: Cli, model_folder: Path) -> None:
+    whole = model_files()["model.safetensors"]
+    (model_folder / "model.safetensors").write_bytes(whole)
+    assert main("verify", model_folder).code == 0
+    (model_folder / "model.safetensors").write_bytes(whole[:-1])
+    done = main("verify", model_folder)
+    assert (done.code, "copy it again" in done.error) == (6, True)
+
+
+@pytest.mark.parametrize(("commit", "etag"), [("../../x", None), (COMMIT, "../../../x"), (COMMIT, ".hidden")])
+def test_names_that_a_hub_makes_up_never_become_paths(
+    main: Cli, hub: Hub, commit: str, etag: str | None, own_folders: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.repos["org/model"].commit = commit
+    if etag is not None:
+        monkeypatch.setattr("cli.mock_hub.sha256", lambda _: etag)
+    done = main("pull", "hf:org/model")
+    assert done.code in (6, 69), done.err
+    assert not [file for file in own_folders.rglob("x*") if file.is_file()]
