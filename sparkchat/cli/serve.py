@@ -61,10 +61,17 @@ def serve(
         raise UsageError(f"--grace {grace:g} is not possible; give 0 to 86400 seconds")
     key = _key(api_key, host)
     from sparkchat.serve.server import ServeOptions, run_server
+    from sparkchat.ui.progress import LoadingLine
 
     config = prepare(ctx)
     config = replace(config, spec=replace(config.spec, concurrency=concurrency), argv=without_key(config.argv))
-    return run_server(config, ServeOptions(host, port, key, max_waiting, grace), note)
+    loading = LoadingLine(config)
+
+    def say(sentence: str) -> None:
+        loading.clear()
+        note(sentence)
+
+    return run_server(config, ServeOptions(host, port, key, max_waiting, grace), say, loading.show)
 
 
 def _key(typed: str | None, host: str) -> str | None:

@@ -132,7 +132,7 @@ class Opened:
                 self.cut()
             self._connection.request(method, full_path, data, headers)
             self._response = self._connection.getresponse()
-        except (OSError, http.client.HTTPException) as error:
+        except (OSError, http.client.HTTPException, UnicodeError) as error:
             self.close()
             raise self._unreachable(error) from None
         if self._response.status != 200:

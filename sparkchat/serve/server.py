@@ -76,15 +76,20 @@ class _Lines(logging.Handler):
             logging.lastResort.emit(record)  # type: ignore[union-attr]
 
 
-def run_server(config: RunConfig, options: ServeOptions, say: Callable[[str], None]) -> int:
-    """Serve until a signal; returns the exit code. Raises SparkchatError when the model cannot be loaded or served."""
+def run_server(
+    config: RunConfig, options: ServeOptions, say: Callable[[str], None], show_loading: Callable[[Event], None]
+) -> int:
+    """Serve until a signal; returns the exit code. Raises SparkchatError when the model cannot be loaded or served.
+
+    ``say`` takes sentences for whoever runs the server, ``show_loading`` the engine's ``loading`` events.
+    """
     listener = _bind(options.host, options.port)
     trace = None
     try:
         if config.trace_path is not None:
             trace = TraceWriter(config.trace_path, config.trace_force, argv=config.argv)
         with asyncio.Runner() as runner:
-            return runner.run(_Service(config, options, say, listener, trace).run())
+            return runner.run(_Service(config, options, say, show_loading, listener, trace).run())
     finally:
         listener.close()
         if trace is not None and (lost := trace.close()) is not None:
@@ -97,12 +102,14 @@ class _Service:
         config: RunConfig,
         options: ServeOptions,
         say: Callable[[str], None],
+        show_loading: Callable[[Event], None],
         listener: socket.socket,
         trace: TraceWriter | None,
     ) -> None:
         self._config = config
         self._options = options
         self._say = say
+        self._show_loading = show_loading
         self._listener = listener
         self._trace = trace
         self._signals: list[signal.Signals] = []
@@ -175,7 +182,9 @@ class _Service:
         (self._signalled if len(self._signals) == 1 else self._hurried).set()
 
     def _record(self, event: Event) -> str | None:
-        if event["event"] in ("loading", "notice") and self._config.verbose:
+        if event["event"] == "loading":
+            self._show_loading(event)
+        elif event["event"] == "notice" and self._config.verbose:
             self._say(event["message"])
         return self._trace.event(event) if self._trace is not None else None
 
