@@ -13,14 +13,14 @@ from torch import Tensor
 
 from sparkchat.engine.request import RequestState
 
-SPREAD = 0.2
-"""A drafter that is certain drafts at so much less than the request's temperature, one that knows nothing at so much
-more."""
+WIDEST, SHARPENING = 1.05, 0.25
+"""Of the request's temperature: where the drafter knows nothing, and how much less where it is certain. Chosen on
+held-out chats of the embedded model (benchmarks/results/2026-11-30-draft-temperature.md)."""
 
 
 def adapted(temperature: float, peak: float) -> float:
     """``peak``: the largest probability of the draft law at the request's own temperature."""
-    return temperature * (1.0 + SPREAD * (1.0 - 2.0 * peak))
+    return temperature * (WIDEST - SHARPENING * peak)
 
 
 def draft_temperatures(logits: Tensor, states: Sequence[RequestState]) -> list[float]:

@@ -35,7 +35,7 @@ def tuned(pair: tuple[Path, Path], *args: str) -> Any:
 
 
 def test_temperatures_are_fitted_kept_and_used(pair: tuple[Path, Path], own_folders: Path) -> None:
-    done = tuned(pair, "--prompts", "9", "--tokens", "100", "--json")
+    done = tuned(pair, "--prompts", "9", "--tokens", "60", "--json")
     assert done.code == 0, done.err
     sts = parse_strict(done.out)["sts"]
     wanted = CLAIMED / math.log(OVERLAP / (1 - OVERLAP))  # sigmoid(CLAIMED / wanted) = OVERLAP
@@ -58,6 +58,27 @@ def test_temperatures_are_fitted_kept_and_used(pair: tuple[Path, Path], own_fold
     assert "CALIBRATION ERROR" in own.out
     assert "[speculation] temperatures = [" in own.out
     assert json.loads(kept.read_text())["about"]["source"] == ["t.spark.jsonl"]
+
+
+def test_costs_are_measured_kept_and_planned_by(pair: tuple[Path, Path], own_folders: Path) -> None:
+    shared = (pair[0], "--drafter", pair[1], "--context", "400")
+    done = sparkchat("tune", *shared, "--cost", "--concurrency", "2", "--json")
+    assert done.code == 0, done.err
+    report = parse_strict(done.out)
+    assert "sts" not in report
+    cost = report["cost"]
+    assert [batch["requests"] for batch in cost["batches"]] == [1, 2]
+    assert cost["batches"][1]["rows"] == [2, 4, 6, 8]
+    assert Path(cost["file"]).parent == own_folders / "cache" / "sparkchat" / "cost_tables"
+    assert cost["context"]["ms_per_token"] >= 0
+    trace = own_folders / "t.spark.jsonl"
+    options = ("--mode", "compact", "--max-tokens", "12", "--ignore-eos", "--trace", trace)
+    assert sparkchat("run", *shared, *options, "hello").code == 0
+    lines = [json.loads(line) for line in trace.read_text().splitlines()]
+    assert (lines[0]["cost_table"]["source"], lines[0]["cost_table"]["id"]) == ("cached", cost["id"])
+    planned = [line for line in lines if line["type"] == "step" and line["budget"] is not None]
+    assert planned
+    assert all(line["predicted_step_ms"] > 0 for line in planned)
 
 
 @pytest.mark.parametrize(

@@ -13,26 +13,40 @@ from cases.harness import Runner, open_runner, to_request
 from engine.conftest import NAN_TOKEN
 from sparkchat.engine import cost_probe
 from sparkchat.engine.cost_probe import measure
-from sparkchat.errors import DamagedFile
+from sparkchat.engine.cost_table import CostLookup
+from sparkchat.engine.step_plan import REASON_NO_TABLE
+from sparkchat.errors import DamagedFile, UsageError
 
 BLOCK = 5
 
 
 class SlowMachine:
-    """A clock that only steps move: how long a plain step and a verified row take is given."""
+    """A clock that only steps move, by what a plain step, a verified row and a cached token take."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, plain: float, row: float) -> None:
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        plain: float,
+        row: float,
+        context: float = 0.0,
+        context_row: float = 0.0,
+    ) -> None:
         self.now, self.lengths = 1000.0, []
-        self._plain, self._row = plain, row
+        self._plain, self._row, self._context, self._context_row = plain, row, context, context_row
         clock = SimpleNamespace(monotonic=lambda: self.now, perf_counter=lambda: self.now)
         monkeypatch.setattr(cost_probe, "time", clock)
         monkeypatch.setattr(cost_probe, "decode_step", self._step)
+
+    def milliseconds(self, length: int | None, tokens: int) -> float:
+        rows = 0 if length is None else length + 1
+        seconds = self._plain + self._row * rows + tokens * (self._context + self._context_row * max(1, rows))
+        return 1e3 * seconds
 
     def _step(self, probe: Any, states: list[Any], mode: str, choose: Any) -> None:
         (chosen, *_) = choose(states, [None] * len(states))
         length = None if mode == "off" else chosen.verify_len
         self.lengths.append(length)
-        self.now += self._plain if length is None else self._plain + self._row * (length + 1)
+        self.now += self.milliseconds(length, sum(state.kv_len for state in states)) / 1e3
 
 
 def test_a_table_of_every_length_on_a_quick_machine(tiny: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,6 +78,66 @@ def test_the_slowest_machine_times_the_bounds_once(tiny: Runner, monkeypatch: py
     assert machine.lengths == [None, 0, BLOCK] * 2
     assert [batch.rows for batch in table.batches] == [(1, 2, 3, 4, 5, 6), (4, 8, 12, 16, 20, 24)]
     assert table.plain_ms == pytest.approx(30_000)
+
+
+def test_a_tuned_table_knows_what_context_adds(tiny: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = SlowMachine(monkeypatch, 0.01, 0.001, context=1e-5, context_row=1e-6)
+    table = measure(tiny.engine.pair, [1, 2], BLOCK, 60.0, 5, is_long=True)
+    assert table.context is not None
+    assert table.context.tokens == cost_probe.PROMPT_TOKENS
+    assert table.context.ms_per_token == pytest.approx(0.01)
+    assert table.context.ms_per_token_row == pytest.approx(0.001)
+    assert [batch.requests for batch in table.batches] == [1, 2]
+    lookup = CostLookup(table)
+    for tokens in (64, 300, 510):
+        measured = [machine.milliseconds(length, tokens) for length in range(BLOCK + 1)]
+        assert [lookup.at(1, tokens).step_ms(n) for n in range(1, BLOCK + 2)] == pytest.approx(measured, rel=0.02)
+
+
+def test_a_tuned_table_counts_for_as_many_requests_as_it_covers(
+    tiny_pair: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cost_probe, "BUDGET_SECONDS", 0.0)
+    monkeypatch.setattr(cost_probe, "TUNE_SECONDS", 0.0)
+    cache = str(tmp_path / "cache")
+    engine, _ = without_table(tiny_pair, mode="static", cache_dir=cache, concurrency=3)
+    info, answer = engine.tune_cost()
+    assert (info["event"], answer["event"]) == ("info", "cost_table")
+    assert Path(answer["file"]).parent == tmp_path / "cache" / "cost_tables"
+    table = info["info"]["cost_table"]
+    assert [batch["requests"] for batch in table["batches"]] == [1, 2, 3]
+    assert table["context"] is None  # 128 tokens are no long context
+    for concurrency in (1, 2, 3):
+        found = without_table(tiny_pair, mode="static", cache_dir=cache, concurrency=concurrency)[0].info["cost_table"]
+        assert (found["source"], found["id"]) == ("cached", table["id"])
+    more, events = without_table(tiny_pair, mode="compact", cache_dir=cache, concurrency=4)
+    assert "cost_table" in stages(events)
+    assert [batch["requests"] for batch in more.info["cost_table"]["batches"]] == [1, 4]
+    # The quick table does not take the tuned one's place.
+    assert without_table(tiny_pair, cache_dir=cache)[0].info["cost_table"]["id"] == table["id"]
+
+
+def test_costs_are_not_tuned_beside_answers_or_for_nothing(tiny_pair: Any, headless_drafter: Path) -> None:
+    engine, _ = without_table(tiny_pair, mode="static")
+    engine.submit(to_request({"prompt_ids": [301], "max_tokens": 4}, 0))
+    with pytest.raises(UsageError, match="while requests run"):
+        engine.tune_cost()
+    headless = SimpleNamespace(target=tiny_pair.target, drafter=headless_drafter)
+    with pytest.raises(UsageError, match="no confidence head"):
+        without_table(headless, mode="static")[0].tune_cost()
+
+
+def test_plans_can_be_made_without_the_table_for_a_while(tiny: Runner) -> None:
+    line = {"prompt_ids": [301, 302], "max_tokens": 20, "ignore_eos": True, "mode": "compact"}
+    engine = tiny.engine
+    told = [engine.plan_by_table(on)[0]["info"]["cost_table"] for on in (False, False)]
+    assert told == [None, None]
+    (without,) = tiny.watch([line])
+    assert {step["fallback"] for step in without.steps[:-1]} == {REASON_NO_TABLE}
+    assert engine.plan_by_table(True)[0]["info"]["cost_table"] is not None
+    (planned,) = tiny.watch([line])
+    assert {step["fallback"] for step in planned.steps[:-1]} == {None}
+    assert planned.ids == without.ids
 
 
 def test_the_real_clock_is_kept_too(tiny: Runner) -> None:
