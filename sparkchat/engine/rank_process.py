@@ -40,7 +40,9 @@ class Follower:
         model, drafter = (None if path is None else Path(path) for path in load["paths"])
         assert model is not None
         dtype = None if load["dtype"] is None else getattr(torch, load["dtype"])
-        self._target, self._drafter = load_part(model, drafter, device=device, dtype=dtype, group=group)
+        self._target, self._drafter = load_part(
+            model, drafter, device=device, dtype=dtype, group=group, is_dummy=load["dummy"]
+        )
         self._caches: dict[int, StateCache] = {}
         self._states: dict[int, Any] = {}
 

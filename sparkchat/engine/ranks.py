@@ -69,10 +69,12 @@ class Team:
             self._write(member, {"op": "join", "store": str(self._folder / "store"), **place})
         self.group = join_group(self._folder / "store", 0, size, self.device)
 
-    def load(self, paths: Sequence[str | None], dtype: torch.dtype | None, threads: int) -> None:
+    def load(
+        self, paths: Sequence[str | None], dtype: torch.dtype | None, threads: int, *, is_dummy: bool = False
+    ) -> None:
         """Have the other ranks load their parts of target and drafter; ``wait_until_loaded`` waits for them."""
         name = None if dtype is None else str(dtype).removeprefix("torch.")
-        self.call("load", paths=list(paths), dtype=name, threads=threads)
+        self.call("load", paths=list(paths), dtype=name, threads=threads, dummy=is_dummy)
 
     def wait_until_loaded(self) -> None:
         """Raises what a rank met while loading."""

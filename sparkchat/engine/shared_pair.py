@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from sparkchat.engine.ranks import Team
-from sparkchat.errors import UsageError
 from sparkchat.models.base import ForwardBatch
 from sparkchat.models.deepseek_v4.cache import StateCache
 from sparkchat.models.deepseek_v4.drafter import DsparkDrafter
@@ -188,13 +187,13 @@ class SharedState:
 
 def load_shared(team: Team, spec: LoadSpec, dtype: torch.dtype | None) -> tuple[SharedTarget, SharedDrafter | None]:
     """Load every rank's parts of target and drafter. Raises as ``load_part`` does, on whichever rank."""
-    if spec.dummy_weights:
-        raise UsageError(f"--tp {spec.tp} was asked for, but dummy weights are made on one device; leave it out")
     paths = (spec.model_path, spec.drafter_path)
-    team.load(paths, dtype, torch.get_num_threads())
+    team.load(paths, dtype, torch.get_num_threads(), is_dummy=spec.dummy_weights)
     model, drafter_path = (None if path is None else Path(path) for path in paths)
     assert model is not None
-    target, drafter = load_part(model, drafter_path, device=team.device, dtype=dtype, group=team.group)
+    target, drafter = load_part(
+        model, drafter_path, device=team.device, dtype=dtype, group=team.group, is_dummy=spec.dummy_weights
+    )
     team.wait_until_loaded()
     caches = SharedCaches(team)
     if drafter is None:

@@ -45,13 +45,18 @@ def load_target(
         return _load_target(Path(path), device, dtype)
 
 
-def _dummy_target(path: Path, device: torch.device, dtype: torch.dtype | None) -> DenseModel:
+def _dummy_target(path: Path, device: torch.device, dtype: torch.dtype | None) -> DenseModel | DeepseekV4:
     if not (path / "config.json").is_file():
         raise UsageError(f"dummy weights need a config.json, and {path} is no folder with one; give a model folder")
     config = read_config(path)
     name = architecture_of(config)
+    if name == DEEPSEEK_V4:
+        from sparkchat.models.deepseek_v4.loading import load_trunk
+
+        return load_trunk(path, device=device, dtype=dtype, is_dummy=True)
     if name not in TARGETS:
-        raise UsageError(f"{path}: dummy weights are made for {', '.join(TARGETS)} alone, and this is {name}")
+        known = ", ".join((*TARGETS, DEEPSEEK_V4))
+        raise UsageError(f"{path}: dummy weights are made for {known} alone, and this is {name}")
     dtype = dtype or torch.bfloat16
     source = DummySource(device, dtype)
     return DenseModel(source, parse_target(path, config), device, dtype, "model.")
@@ -129,7 +134,7 @@ def load_drafter(
         if architecture_of(read_config(path)) == DEEPSEEK_V4:
             from sparkchat.models.deepseek_v4.loading import load_drafter as load_inner_drafter
 
-            return load_inner_drafter(path, target, device=device, dtype=dtype)
+            return load_inner_drafter(path, target, device=device, dtype=dtype, is_dummy=is_dummy)
         if architecture_of(read_config(path)) == "Gemma4DSparkModel":
             from sparkchat.models.gemma4.drafter import load_gemma4_drafter
 

@@ -10,6 +10,7 @@ from sparkchat.environment import memory
 from sparkchat.errors import NotEnoughMemory, UsageError
 from sparkchat.models.deepseek_v4.config import ARCHITECTURE, DeepseekV4Config, parse_config
 from sparkchat.models.deepseek_v4.drafter import DsparkDrafter
+from sparkchat.models.deepseek_v4.dummy import DummyCheckpoint
 from sparkchat.models.deepseek_v4.layout import Layout, trunk_layout
 from sparkchat.models.deepseek_v4.load_plan import packed_bytes, unpacked_bytes
 from sparkchat.models.deepseek_v4.model import DeepseekV4
@@ -40,16 +41,18 @@ def load_trunk(
     dtype: torch.dtype | None,
     has_roundings: bool = False,
     is_packed: bool | None = None,
+    is_dummy: bool = False,
     group: Group = ALONE,
 ) -> DeepseekV4:
     """Load the target, or a rank's part of it. ``dtype`` None is float32 on the CPU and bfloat16 on a GPU.
 
-    ``is_packed``: keep weights as they are stored; None unpacks what is small, on the CPU alone.
+    ``is_packed``: keep weights as they are stored; None unpacks what is small, on the CPU alone. ``is_dummy``: read
+    config.json alone and make up the weights.
     Raises ModelNotFound, DamagedFile, UsageError, or NotEnoughMemory before any weight is read.
     """
     config = read_v4_config(folder)
     layout, dtype = trunk_layout(config), dtype or _own_dtype(device)
-    source = CheckpointSource(folder, config, layout, rank=group.rank, num_ranks=group.size)
+    source = _source(folder, config, layout, device, group, is_dummy)
     if is_packed is None:
         is_packed = device.type != "cpu" or unpacked_bytes(layout, dtype) > UNPACKED_BYTES
     _refuse_too_large(folder, layout, device, None if is_packed else dtype, group)
@@ -65,6 +68,7 @@ def load_drafter(
     device: torch.device,
     dtype: torch.dtype | None,
     has_roundings: bool = False,
+    is_dummy: bool = False,
 ) -> DsparkDrafter | MtpDrafter:
     """Load what lies under ``mtp.*`` of a checkpoint, which need not be the target's own; packed where that is.
 
@@ -76,7 +80,7 @@ def load_drafter(
         raise UsageError(f"{folder} has no drafter: its config names neither DSpark stages nor an MTP block")
     _check_fit(folder, config, target.config)
     group, dtype = target.group, dtype or _own_dtype(device)
-    source = CheckpointSource(folder, config, layout, rank=group.rank, num_ranks=group.size)
+    source = _source(folder, config, layout, device, group, is_dummy)
     _refuse_too_large(folder, layout, device, None if target.is_packed else dtype, group)
     scope = Scope(
         source,
@@ -101,17 +105,31 @@ def check_parts(folder: Path, num_ranks: int) -> None:
     check_ranks(read_v4_config(folder), num_ranks)
 
 
+def _source(
+    folder: Path, config: DeepseekV4Config, layout: Layout, device: torch.device, group: Group, is_dummy: bool
+) -> CheckpointSource | DummyCheckpoint:
+    if is_dummy:
+        return DummyCheckpoint(config, layout, device, group)
+    return CheckpointSource(folder, config, layout, rank=group.rank, num_ranks=group.size)
+
+
 def load_part(
-    folder: Path, drafter: Path | None, *, device: torch.device, dtype: torch.dtype | None, group: Group
+    folder: Path,
+    drafter: Path | None,
+    *,
+    device: torch.device,
+    dtype: torch.dtype | None,
+    group: Group,
+    is_dummy: bool = False,
 ) -> tuple[DeepseekV4, DsparkDrafter | MtpDrafter | None]:
     """A rank's part of the target in ``folder`` and of the drafter in ``drafter``.
 
     Raises as ``load_trunk`` and ``load_drafter`` do.
     """
-    target = load_trunk(folder, device=device, dtype=dtype, group=group)
+    target = load_trunk(folder, device=device, dtype=dtype, group=group, is_dummy=is_dummy)
     if drafter is None:
         return target, None
-    return target, load_drafter(drafter, target, device=device, dtype=dtype)
+    return target, load_drafter(drafter, target, device=device, dtype=dtype, is_dummy=is_dummy)
 
 
 def _refuse_too_large(
