@@ -34,16 +34,32 @@ _FEW_PIECES = 32
 """So few are counted again when they are drawn; keeping the counts of every line ever drawn would cost more."""
 
 
-class Line:
-    """One source line: its shown pieces and where its rows start."""
+_ONE_ROW = (0,)
+_MOST_MADE = 64
+"""Lines whose looks are kept beyond their drawing."""
 
-    __slots__ = ("_offsets", "display", "first_row", "formatted", "row_starts", "section", "start", "text", "version")
+
+class Line:
+    """One source line: its shown pieces and where its rows start.
+
+    A line that is complete can forget its text and its pieces: the section makes them again when the line is drawn.
+    """
+
+    __slots__ = (
+        *("_display", "_end", "_formatted", "_offsets", "_text", "fence", "first_row", "num_fences"),
+        *("row_starts", "section", "start", "version"),
+    )
 
     def __init__(self, section: Section, start: int, text: str, formatted: FormattedLine, width: int) -> None:
         self.section = section
         self.start = start
         """Offset of the line in the section's text."""
-        self.text = text
+        self._text: str | None = text
+        self._end = start
+        self.fence: Fence | None = None
+        """The code block that is open where the line begins."""
+        self.num_fences = 0
+        """Code blocks that have begun before the line."""
         self.first_row = 0
         """Index of its first row in the transcript."""
         self.version = 0
@@ -51,24 +67,50 @@ class Line:
         self.show(formatted, width)
 
     @property
+    def text(self) -> str:
+        return self._text if self._text is not None else self.section.text[self.start : self._end]
+
+    @property
     def end(self) -> int:
-        return self.start + len(self.text)
+        return self._end if self._text is None else self.start + len(self._text)
+
+    @property
+    def formatted(self) -> FormattedLine:
+        return self._formatted if self._formatted is not None else self.section.formatted(self)
+
+    @property
+    def display(self) -> str:
+        """What is shown, without margins and breaks."""
+        return self._display if self._display is not None else "".join(piece.text for piece in self.formatted.pieces)
 
     def show(self, formatted: FormattedLine, width: int) -> None:
-        self.formatted = formatted
-        self.display = "".join(piece.text for piece in formatted.pieces)
+        self._formatted: FormattedLine | None = formatted
+        self._display: str | None = "".join(piece.text for piece in formatted.pieces)
         self._offsets: list[int] | None = None
         self.wrap(width)
 
+    def grow(self, text: str) -> None:
+        """More text; :meth:`show` follows."""
+        assert self._text is not None
+        self._text += text
+
+    def forget(self) -> None:
+        """Nothing is added any more: keep only where the rows begin. A long line would be dear to make again."""
+        if self._text is not None and len(self._text) <= LONG_LINE:
+            self._end = self.start + len(self._text)
+            self._text = self._formatted = self._display = self._offsets = None
+
     def wrap(self, width: int) -> None:
-        self.row_starts = wrap(self.display, self._inner_width(width), words=self.formatted.words)
+        starts = wrap(self.display, self._inner_width(width), words=self.formatted.words)
+        self.row_starts: Sequence[int] = starts if len(starts) > 1 else _ONE_ROW
         self.version += 1
 
     def extend(self, text: str, width: int, ascii_only: bool) -> None:
         """Add text to a line that is shown as it is; only the last row is wrapped again."""
         before = len(self.text)
-        self.text += text
+        self.grow(text)
         pieces = self.formatted.pieces
+        display = [self.display]
         style = pieces[-1].style.replace(" control", "") if pieces else ""
         for piece in plain_pieces(self.text, before, len(self.text), style, ascii_only):
             last = pieces[-1] if pieces else None
@@ -76,10 +118,11 @@ class Line:
                 pieces[-1] = Piece(last.text + piece.text, last.style, last.start, piece.end)
             else:
                 pieces.append(piece)
-            self.display += piece.text
+            display.append(piece.text)
         self._offsets = None
-        starts = wrap(self.display, self._inner_width(width), words=self.formatted.words, start=self.row_starts[-1])
-        self.row_starts[-1:] = starts
+        self._display = "".join(display)
+        starts = wrap(self._display, self._inner_width(width), words=self.formatted.words, start=self.row_starts[-1])
+        self.row_starts = [*self.row_starts[:-1], *starts]
         self.version += 1
 
     def _inner_width(self, width: int) -> int:
@@ -92,12 +135,13 @@ class Line:
     def row_pieces(self, row: int) -> list[Piece]:
         """The pieces of one row, without its margin."""
         begin = self.row_starts[row]
-        end = self.row_starts[row + 1] if row + 1 < len(self.row_starts) else len(self.display)
-        offsets = self._piece_offsets()
+        pieces = self.formatted.pieces
+        offsets = self._piece_offsets(pieces)
+        end = self.row_starts[row + 1] if row + 1 < len(self.row_starts) else offsets[-1]
         found: list[Piece] = []
         index = max(bisect_right(offsets, begin) - 1, 0)
-        while index < len(self.formatted.pieces) and offsets[index] < end:
-            piece, at = self.formatted.pieces[index], offsets[index]
+        while index < len(pieces) and offsets[index] < end:
+            piece, at = pieces[index], offsets[index]
             low, high = max(begin - at, 0), min(end - at, len(piece.text))
             if low < high:
                 found.append(_cut(piece, low, high))
@@ -117,10 +161,10 @@ class Line:
             return self.start + pieces[-1].end
         return self.end
 
-    def _piece_offsets(self) -> list[int]:
+    def _piece_offsets(self, pieces: Sequence[Piece]) -> list[int]:
         if self._offsets is not None:
             return self._offsets
-        offsets = list(accumulate((len(p.text) for p in self.formatted.pieces), initial=0))
+        offsets = list(accumulate((len(p.text) for p in pieces), initial=0))
         if len(offsets) > _FEW_PIECES:
             self._offsets = offsets
         return offsets
@@ -158,6 +202,7 @@ class Section:
         self._tables: list[tuple[int, int]] = []
         self._is_finished = False
         self.origins = Origins()
+        self._made: dict[Line, FormattedLine] = {}
         self.turn_id: str | None = None
         """The request that this text answers."""
 
@@ -195,19 +240,22 @@ class Section:
         return ("", len(self.text) + 1) if run is None else (run.origin, run.end)
 
     def code_at(self, edge: Line) -> str | None:
-        """The contents of the code block that a fence line opens or closes."""
-        kinds = [line.formatted.kind for line in self.lines]
-        try:
-            index = self.lines.index(edge)
-        except ValueError:
+        """The contents of the code block that a fence line opens or closes; None for any other line."""
+        index = bisect_right(self.lines, edge.start, key=lambda line: line.start) - 1
+        if index < 0 or self.lines[index] is not edge or edge.formatted.kind != "fence":
             return None
-        opens = sum(kind == "fence" for kind in kinds[:index]) % 2 == 0
-        begin, end = index, index
-        if opens:
-            end = next((n for n in range(index + 1, len(kinds)) if kinds[n] == "fence"), len(kinds))
+        if edge.fence is not None:
+            begin, end = index, index
+            while begin and self.lines[begin - 1].fence is edge.fence:
+                begin -= 1
         else:
-            begin = max(n for n in range(index) if kinds[n] == "fence")
-        return "\n".join(line.text for line in self.lines[begin + 1 : end])
+            begin = end = index + 1
+            fence = self.lines[begin].fence if begin < len(self.lines) else None
+            while end < len(self.lines) and self.lines[end].fence is fence is not None:
+                end += 1
+            # The closing line begins inside the block too.
+            end -= end > begin and self.lines[end - 1].formatted.kind == "fence"
+        return "\n".join(line.text for line in self.lines[begin:end])
 
     def finish(self) -> None:
         """No more text comes: lay out a table that ends the text."""
@@ -241,13 +289,15 @@ class Section:
         if len(line.text) > LONG_LINE:
             line.extend(text, self.width, self.ascii_only)
         else:
-            line.text += text
+            line.grow(text)
             line.show(self._format(line.text, len(self.lines) - 1)[0], self.width)
 
     def _add_line(self, text: str) -> None:
         start = self.lines[-1].end + 1 if self.lines else 0
         self._changed(len(self.lines))
-        self.lines.append(Line(self, start, text, self._format(text, len(self.lines))[0], self.width))
+        line = Line(self, start, text, self._format(text, len(self.lines))[0], self.width)
+        line.fence, line.num_fences = self._fence, self._formatter.num_fences
+        self.lines.append(line)
 
     def _complete_last(self) -> None:
         """The last line is whole: take over its fence, and follow tables."""
@@ -268,6 +318,7 @@ class Section:
                 self._close_table(index)
         elif index and is_delimiter(text) and is_row(self.lines[index - 1].text):
             self._table = index - 1
+        self.lines[index].forget()
 
     def _close_table(self, end: int) -> None:
         begin, self._table = self._table, None
@@ -281,6 +332,19 @@ class Section:
         for number, line in enumerate(lines):
             line.show(aligned[number] if aligned else self._formatter.format(line.text, None)[0], self.width)
         self._changed(begin)
+
+    def formatted(self, line: Line) -> FormattedLine:
+        """What a line that has forgotten it looks like."""
+        found = self._made.get(line)
+        if found is None:
+            now = self._formatter.num_fences
+            self._formatter.num_fences = line.num_fences
+            found = self._formatter.format(line.text, line.fence)[0]
+            self._formatter.num_fences = now
+            if len(self._made) >= _MOST_MADE:
+                self._made.pop(next(iter(self._made)))
+            self._made[line] = found
+        return found
 
     def _changed(self, index: int) -> None:
         self.first_changed = min(self.first_changed, index)

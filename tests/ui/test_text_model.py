@@ -188,3 +188,23 @@ def test_a_growing_line_breaks_where_the_whole_one_does(words: bool) -> None:
 def test_ascii_glyphs_are_ascii() -> None:
     assert all(value.isascii() and len(value) == 1 for value in vars(ASCII).values())
     assert all(text_width(value) == 1 for value in vars(UNICODE).values())
+
+
+@pytest.mark.parametrize("width", [12, 30, 79])
+def test_a_line_that_was_forgotten_looks_as_before(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = MARKDOWN + "\n```\n" + "\n".join(HOSTILE) * 8 + "\n```\n" + HOSTILE[4] + "\n~~~x\nlast `open"
+    forgotten = section(text, width)
+    monkeypatch.setattr(Line, "forget", lambda self: None)
+    kept = section(text, width)
+    for _ in range(2):
+        assert rows(forgotten) == rows(kept)
+        assert [line.text for line in forgotten.lines] == text.split("\n")
+        assert [line.end for line in forgotten.lines] == [line.end for line in kept.lines]
+        forgotten.rewrap(width + 7)
+        kept.rewrap(width + 7)
+
+
+def test_both_edges_of_a_block_know_its_code() -> None:
+    made = section("a\n```py\nx\n\ny\n```\n```\n```\n~~~\ncut\nend")
+    found = [made.code_at(line) for line in made.lines]
+    assert found == [None, "x\n\ny", None, None, None, "x\n\ny", "", "", "cut\nend", None, None]

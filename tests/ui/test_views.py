@@ -65,7 +65,7 @@ async def test_copying_sends_the_stored_text_to_the_terminal(chat: Open, monkeyp
 
 
 async def test_help_lists_what_is_bound(chat: Open) -> None:
-    async with chat(size=(120, 60)) as c:
+    async with chat(size=(120, 80)) as c:
         await c.ready()
         await c.pilot.press("f1")
         await c.pilot.pause(0.1)

@@ -229,7 +229,7 @@ class Transcript(ScrollView, can_focus=False):
             return
         line, number = row
         offset = line.source_offset(number, self._column(line, number, event.x))
-        code = line.section.code_at(line) if line.formatted.kind == "fence" else None
+        code = line.section.code_at(line)
         self.post_message(self.Clicked(line.section, offset, code))
 
     @staticmethod
