@@ -103,7 +103,10 @@ def ensure_space_for_all(parts: list[tuple[str, tuple[Source, ...]]], paths: Pat
         return
     try:
         plans = [plan(sources, "", paths, offline=False) for sources in missing]
-    except SparkchatError:
+    except SparkchatError as error:
+        # Where nothing but the hub could give it, nobody has to wait for the hub a second time.
+        if isinstance(error, Unreachable) and all(isinstance(s, HubSource) for sources in missing for s in sources):
+            raise
         return
     need, fullest = sum(part.disk_bytes for part in plans), min(plans, key=lambda part: free_bytes(part.folder))
     ensure_space(fullest.folder, need, " and ".join(part.source for part in plans))

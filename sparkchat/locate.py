@@ -82,7 +82,8 @@ def refetch(sources: tuple[Source, ...], name: str, paths: Paths, progress: Prog
 
 def _drop_damaged(found: Path, sources: tuple[Source, ...], paths: Paths, progress: Progress) -> bool:
     """Remove files of a hub source that do not have their checksum, so that they are fetched again."""
-    if not any(isinstance(source, HubSource) and _cached(source, paths) == found for source in sources):
+    unchecked = (source for source in sources if isinstance(source, HubSource) and source.sha256 is None)
+    if not any(_cached(source, paths) == found for source in unchecked):
         return False
     damaged = snapshot.damaged_files(found)
     for file in damaged:

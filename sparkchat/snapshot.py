@@ -123,15 +123,15 @@ def verify_snapshot(snapshot: Path) -> list[str]:
 
 
 def damaged_files(found: Path) -> list[Path]:
-    """What ``pull`` looks at again: a file fetched alone, or the small files of a folder; their checksums are their names.
+    """What ``pull`` looks at again: a file fetched alone, or the small files of a folder, named by their checksums.
 
     Large ones of a folder are left to ``verify``: reading them takes minutes.
     """
-    files = [found] if found.is_file() else [file for file in found.rglob("*") if not file.is_dir()]
-    is_alone = found.is_file()
-    return [
-        file for file in files if (is_alone or size_of(file) <= _SMALL) and not (file.is_file() and _is_whole(file))
-    ]
+    if found.is_file():
+        files = [found]
+    else:
+        files = [file for file in found.rglob("*") if not file.is_dir() and size_of(file) <= _SMALL]
+    return [file for file in files if not (file.is_file() and _is_whole(file))]
 
 
 def publish(listing: Listing, source: HubSource, folder: Path) -> None:

@@ -15,7 +15,7 @@ from sparkchat.cli.progress import fetch_progress
 from sparkchat.config import RunConfig
 from sparkchat.errors import SparkchatError, UsageError
 from sparkchat.fit import refuse_too_large
-from sparkchat.inventory import is_on_disk
+from sparkchat.inventory import ensure_space_for_all, is_on_disk
 from sparkchat.locate import Located, is_offline, locate
 from sparkchat.paths import Paths, user_paths
 from sparkchat.resolve import Resolution, build_config, refuse_impossible, resolve_options
@@ -43,6 +43,7 @@ def prepare(ctx: typer.Context) -> RunConfig:
     offline, num_requests = is_offline(params["offline"]), params.get("concurrency") or 1
     if not offline and model.path is None and not is_on_disk(model.sources, paths):
         refuse_before_fetch(model, drafter, options, paths, num_requests)
+        ensure_space_for_all([("model", model.sources), ("drafter", drafter.sources)], paths)
     with fetch_progress() as progress:
         found = (
             Located(model.path) if model.path else locate(model.sources, model.name, paths, progress, offline=offline)
@@ -97,7 +98,7 @@ def dummy_shapes(model: ModelRef, drafter: DrafterRef, paths: Paths) -> tuple[Mo
             f"--dummy-weights: no shapes of {model.name} are shipped; give {', '.join(known)}, "
             "or a folder with a config.json"
         )
-    if drafter.path is None and drafter.is_present:
+    if drafter.path is None and drafter.is_present and not drafter.is_inner:
         folder = shipped / "drafter"
         drafter = DrafterRef(path=folder) if folder.is_dir() else DrafterRef(reason_off="no drafter: no shapes of it")
     return replace(model, path=path), drafter
