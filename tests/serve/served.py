@@ -124,17 +124,18 @@ class Served:
         connection.close()
         return list(events(raw))
 
-    def begin(self, path: str, body: Json) -> socket.socket:
+    def begin(self, path: str, body: Json, headers: dict[str, str] | None = None) -> socket.socket:
         """Send a request and return the socket before anything was read from it."""
         data = json.dumps(body).encode()
-        head = f"POST {path} HTTP/1.1\r\nHost: {self.host}\r\nContent-Type: application/json"
+        more = "".join(f"\r\n{name}: {value}" for name, value in (headers or {}).items() if name != "host")
+        head = f"POST {path} HTTP/1.1\r\nHost: {self.host}\r\nContent-Type: application/json{more}"
         opened = socket.create_connection((self.host, self.port), timeout=PATIENCE)
         opened.sendall(f"{head}\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data)
         return opened
 
-    def metric(self, name: str, **labels: str) -> float:
+    def metric(self, name: str, headers: dict[str, str] | None = None, **labels: str) -> float:
         """Sum of the samples of a metric with these labels."""
-        status, page = self.get("/metrics")
+        status, page = self.get("/metrics", headers)
         assert status == 200
         found = [
             float(line.rsplit(" ", 1)[1])

@@ -89,18 +89,6 @@ def test_clients_that_leave_while_they_wait_free_the_queue(server: Served) -> No
     assert server.text(max_tokens=30)["choices"][0]["text"] == HELLO
 
 
-def test_more_than_may_wait_are_told_to_come_later(start: Callable[..., Served]) -> None:
-    served = start("--concurrency", "1", "--max-waiting", "1").ready()
-    held = [served.begin(TEXT, ENDLESS) for _ in range(2)]
-    served.wait_for(lambda: served.metric("vllm:num_requests_waiting") == 1)
-    status, answer = served.post(TEXT, {"prompt": "x"})
-    assert (status, answer["error"]["type"]) == (429, "rate_limit_error")
-    for opened in held:
-        opened.close()
-    assert idle_within(served, 10)
-    assert served.text(max_tokens=30)["choices"][0]["text"] == HELLO
-
-
 def test_64_clients_at_once_receive_what_the_trace_records(start: Callable[..., Served], tmp_path: Path) -> None:
     trace = tmp_path / "all.spark.jsonl"
     served = start("--concurrency", "8", "--trace", trace).ready()

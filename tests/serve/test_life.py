@@ -16,31 +16,18 @@ from serve.served import Served, dechunked, events
 from sparkchat.cli.serve import without_key
 
 TEXT = "/v1/completions"
-LONG = {"prompt": "x", "max_tokens": 300, "ignore_eos": True, "mode": "off"}
+LONG = {"prompt": "x", "max_tokens": 150, "ignore_eos": True, "mode": "off"}
 Start = Callable[..., Served]
 
 
-def test_sigterm_lets_running_answers_end(start: Start, tmp_path: Path) -> None:
-    served = start("--trace", tmp_path / "t.spark.jsonl").ready()
-    opened = served.begin(TEXT, LONG)
-    served.wait_for(lambda: served.metric("vllm:num_requests_running") == 1)
-    served.process.send_signal(signal.SIGTERM)
-    raw = b""
-    while part := opened.recv(65536):
-        raw += part
-    assert b'"finish_reason":"length"' in raw
-    assert served.wait() == 143
-    assert "Traceback" not in "".join(served.lines)
-    with pytest.raises(OSError):
-        socket.create_connection((served.host, served.port))
-
-
-def test_a_second_signal_stops_answers_and_tells_their_clients(start: Start) -> None:
-    served = start("--concurrency", "1").ready()
+def test_a_full_queue_is_a_429_and_a_second_signal_stops_answers_and_tells_their_clients(start: Start) -> None:
+    served = start("--concurrency", "1", "--max-waiting", "1").ready()
     running = served.begin(TEXT, {**LONG, "max_tokens": CONTEXT - 1, "stream": True})
     assert b"200 OK" in running.recv(100)
     waiting = served.begin(TEXT, LONG)
     served.wait_for(lambda: served.metric("vllm:num_requests_waiting") == 1)
+    status, answer = served.post(TEXT, {"prompt": "x"})
+    assert (status, answer["error"]["type"]) == (429, "rate_limit_error")
     served.process.send_signal(signal.SIGINT)
     served.wait_for(lambda: any("ending" in line for line in served.lines))
     served.process.send_signal(signal.SIGINT)
@@ -109,7 +96,9 @@ def test_another_address_needs_a_key(start: Start, host: str) -> None:
     assert "SPARKCHAT_API_KEY" in line
 
 
-def test_with_a_key_nothing_but_health_is_answered_without_it(start: Start, tmp_path: Path) -> None:
+def test_with_a_key_nothing_but_health_is_answered_without_it_and_sigterm_lets_answers_end(
+    start: Start, tmp_path: Path
+) -> None:
     trace = tmp_path / "t.spark.jsonl"
     options = ("--host", "0.0.0.0", "--trace", trace)
     served = start(*options, variables={"SPARKCHAT_API_KEY": "s3cret"}).ready()
@@ -122,8 +111,18 @@ def test_with_a_key_nothing_but_health_is_answered_without_it(start: Start, tmp_
     right = {"authorization": "Bearer s3cret", "host": "any.example"}
     assert served.get("/v1/models", right)[0] == 200
     assert served.post(TEXT, {"prompt": "x", "max_tokens": 30}, right)[1]["choices"][0]["text"] == HELLO
-    assert served.end() == 143
+    opened = served.begin(TEXT, LONG, right)
+    served.wait_for(lambda: served.metric("vllm:num_requests_running", right) == 1)
+    served.process.send_signal(signal.SIGTERM)
+    raw = b""
+    while part := opened.recv(65536):
+        raw += part
+    assert b'"finish_reason":"length"' in raw
+    assert served.wait() == 143
+    with pytest.raises(OSError):
+        socket.create_connection((served.host, served.port))
     assert "s3cret" not in trace.read_text() + "".join(served.lines)
+    assert "Traceback" not in "".join(served.lines)
 
 
 def test_a_typed_key_is_left_out_of_the_command_line_that_a_trace_keeps() -> None:
