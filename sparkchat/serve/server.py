@@ -132,7 +132,8 @@ class _Service:
                 await self._listen(link, App(self._config, link, metrics, self._say, self._options.api_key))
             if link.failed.done():
                 raise link.failed.result()
-            return _CODES[self._signals[0]]
+            # Without a signal it was the HTTP server that ended by itself.
+            return _CODES[self._signals[0]] if self._signals else SparkchatError.exit_code
         finally:
             link.close()
 
@@ -201,6 +202,8 @@ class _Service:
 
 def _bind(host: str, port: int) -> socket.socket:
     """A socket that has the address but does not listen yet. Raises UsageError or SparkchatError."""
+    # The name may stand for ::1 first, where clients that were told 127.0.0.1 do not look.
+    host = "127.0.0.1" if host == "localhost" else host
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
