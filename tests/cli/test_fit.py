@@ -132,7 +132,7 @@ def test_the_inner_drafter_is_loaded_from_the_models_folder(
 ) -> None:
     kept: list[RunConfig] = []
 
-    def keep(config: RunConfig, _: object) -> int:
+    def keep(config: RunConfig, *_: object) -> int:
         kept.append(config)
         return 0
 

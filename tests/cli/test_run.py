@@ -34,15 +34,15 @@ class Front:
         self.config: RunConfig | None = None
         self.prompt: Any = None
 
-    def one_shot(self, config: RunConfig, prompt: Any) -> int:
+    def one_shot(self, config: RunConfig, prompt: Any, *_: Any) -> int:
         self.kind, self.config, self.prompt = "one-shot", config, prompt
         return 0
 
-    def repl(self, config: RunConfig) -> int:
+    def repl(self, config: RunConfig, *_: Any) -> int:
         self.kind, self.config = "repl", config
         return 0
 
-    def tui(self, config: RunConfig) -> int:
+    def tui(self, config: RunConfig, *_: Any) -> int:
         self.kind, self.config = "tui", config
         return 0
 
