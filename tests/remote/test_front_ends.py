@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,6 +24,7 @@ from sparkchat.ui.glyphs import glyphs
 from sparkchat.ui.panel_view import panel_rows
 from sparkchat.ui.stats import Snapshot
 from ui.chat import Chat
+from ui.pty_program import PtyProgram
 
 Play = Callable[[Part], Played]
 
@@ -61,6 +63,25 @@ async def test_the_screen_shows_the_answer_its_figures_and_why_the_mode_is_fixed
             assert chat.said.count("Hello world!") == 2
     finally:
         app.bridge.close()
+
+
+def test_the_program_itself_opens_the_chat_and_ends_when_the_server_is_gone_from_the_start(play: Play) -> None:
+    played = play(VLLM)
+    command = [sys.executable, "-m", "sparkchat", "run", "--engine", played.url]
+    with PtyProgram(size=(110, 30), command=command) as program:
+        program.shows("ready")
+        program.send("hi\r")
+        program.shows("Hello world!")
+        program.shows("accepted 3 of 6 verified")
+        program.send("\x11")
+        assert program.ended() == 0
+        program.assert_restored()
+    command[-1] = "http://127.0.0.1:9"
+    with PtyProgram(size=(110, 30), command=command) as program:
+        program.shows("does not answer")
+        program.send("\x11")
+        assert program.ended() == 69
+        program.assert_restored()
 
 
 async def test_esc_stops_an_answer_there(play: Play) -> None:
