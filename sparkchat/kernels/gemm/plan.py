@@ -13,7 +13,7 @@ from torch import Tensor
 
 MULTIPROCESSORS = 132
 """Of an H200; plans are tuned for it and right on any card."""
-PREFETCH = 1024
+PREFETCH = 512
 """Bytes of each weight row of a tile called into L2 while the kernel before still runs (only with overlap)."""
 
 
@@ -34,6 +34,8 @@ class Plan:
     prefetch: int = PREFETCH
     is_bulk: bool = False
     """Weights come by the bulk copy engine, not by loads of every thread."""
+    fast_codes: bool = True
+    """8 bit weights become bf16 by shifts, not by the card's conversion."""
 
 
 def plan_of(weight: Tensor, epilogue: str, rows: int = 16) -> Plan:
@@ -43,6 +45,7 @@ def plan_of(weight: Tensor, epilogue: str, rows: int = 16) -> Plan:
 
 @cache
 def plan(n: int, k: int, element_size: int, epilogue: str, rows: int = 16) -> Plan:
+    # The numbers are the best of benchmarks/results/2026-11-30-kernels.md.
     block_k = 32 if element_size == 4 else 64 if k < 1024 else 128
     if element_size == 1:
         block_k = 128  # a block of weights that share a scale
@@ -50,8 +53,18 @@ def plan(n: int, k: int, element_size: int, epilogue: str, rows: int = 16) -> Pl
     splits = 1
     if epilogue == "partials":
         tiles = -(-n // 64)
-        # Two programs on every multiprocessor, less a few that stay idle.
-        while splits < 8 and tiles * splits < 1.9 * MULTIPROCESSORS and steps // (2 * splits) >= 4:
+        # 16 bit: a program on nearly every multiprocessor, two where a part would still be longer than 32 steps.
+        # Others: two, less a few that stay idle.
+        while splits < 8 and steps // (2 * splits) >= 4:
+            if tiles * splits >= (0.95 if element_size == 2 and steps // splits <= 32 else 1.9) * MULTIPROCESSORS:
+                break
             splits *= 2
-    stages = 2 if element_size == 4 else 5 if rows <= 16 else 4
-    return Plan(64, block_k, splits, -(-steps // splits) * block_k, stages)
+    part_k = -(-steps // splits) * block_k
+    if element_size == 4:
+        return Plan(64, block_k, splits, part_k, 2)
+    if rows > 32 and element_size == 2 and epilogue != "partials":
+        return Plan(128, block_k, splits, part_k, 4, warps=8)
+    # Deep pipelines cost more to fill than they hide, but for the short grids of two parts; where two programs have
+    # to share a multiprocessor, both must fit.
+    is_short = splits == 2 and element_size == 2 and (rows <= 32 or 2 * -(-n // 64) <= MULTIPROCESSORS)
+    return Plan(64, block_k, splits, part_k, 4 if is_short else 3)
