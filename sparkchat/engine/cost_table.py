@@ -16,6 +16,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from sparkchat.engine.cache_file import read_json, write_json
 from sparkchat.errors import UsageError
 from sparkchat.params import BatchCosts, ContextCosts, CostTable
@@ -37,6 +39,8 @@ class StepCosts:
     """What the context adds whatever the rows."""
     row_ms: float = 0.0
     """What the context adds for each row."""
+    hull: tuple[tuple[int, float], ...] = ()
+    """(rows, milliseconds) of the corners of the lower convex hull, for measured tables."""
 
     def step_ms(self, rows: int) -> float:
         """Milliseconds of a whole step that verifies ``rows`` >= 1 rows in all; non-decreasing.
@@ -46,6 +50,35 @@ class StepCosts:
         if rows < 1:
             raise ValueError(f"a step has at least one row, not {rows}")
         return _at(self.rows, self.cleaned_ms, rows, self.pads_up) + self.fixed_ms + self.row_ms * rows
+
+    def planned_ms(self, rows: int) -> float:
+        """What the early stop weighs the next row by: of a measured table, its lower convex hull.
+
+        A measured step goes up in stairs, as captured steps pad up, and flattens, as experts run out. There the first
+        loss is not the last word, but later words may not be listened to (planner.py). On the hull tokens per time has
+        one peak, so that the first loss is the best point. What a user wrote into a profile is taken as it is.
+        """
+        if not self.hull:
+            return self.step_ms(rows)
+        place = bisect_left(self.hull, (rows, 0.0))
+        if place == len(self.hull) or place == 0:
+            return self.step_ms(rows)
+        (low, low_ms), (high, high_ms) = self.hull[place - 1], self.hull[place]
+        on_hull = low_ms + (high_ms - low_ms) * (rows - low) / (high - low)
+        return on_hull + self.fixed_ms + self.row_ms * rows
+
+    def times(self, first: int, count: int) -> np.ndarray:
+        """``step_ms`` of first .. first + count - 1 rows."""
+        wanted = np.arange(first, first + count)
+        rows, cleaned = np.asarray(self.rows), np.asarray(self.cleaned_ms)
+        if self.pads_up:
+            found = cleaned[np.searchsorted(rows, wanted).clip(max=len(rows) - 1)]
+        else:
+            found = np.interp(wanted, rows, cleaned)
+        if len(rows) > 1:
+            slope = (cleaned[-1] - cleaned[-2]) / (rows[-1] - rows[-2])
+            found = found + slope * (wanted - rows[-1]).clip(min=0)
+        return found + self.fixed_ms + self.row_ms * wanted
 
 
 class CostLookup:
@@ -80,6 +113,12 @@ class CostLookup:
         """Milliseconds of a whole step of one request that verifies ``rows`` >= 1 rows."""
         return self.at(1).step_ms(rows)
 
+    def planned_ms(self, rows: int) -> float:
+        return self.at(1).planned_ms(rows)
+
+    def times(self, first: int, count: int) -> np.ndarray:
+        return self.at(1).times(first, count)
+
     def at(self, requests: int, context: int = 0) -> StepCosts:
         """The costs of a step of ``requests`` requests with ``context`` cached tokens in all.
 
@@ -104,7 +143,7 @@ class CostLookup:
         place = bisect_left([b.requests for b in batches], requests)
         if place < len(batches) and batches[place].requests == requests:
             found = batches[place]
-            return StepCosts(found.rows, found.step_ms, up, found.plain_ms)
+            return _with_hull(found.rows, found.step_ms, up, found.plain_ms, requests)
         if len(batches) == 1:
             low = high = batches[0]
         else:
@@ -170,7 +209,26 @@ def _between(low: BatchCosts, high: BatchCosts, requests: int, pads_up: bool) ->
 
     times = [line(*(_at(b.rows, b.step_ms, n * b.requests / requests, pads_up) for b in (low, high))) for n in rows]
     plain = None if low.plain_ms is None or high.plain_ms is None else line(low.plain_ms, high.plain_ms)
-    return StepCosts(tuple(rows), tuple(accumulate(times, max)), pads_up, plain)
+    return _with_hull(tuple(rows), tuple(accumulate(times, max)), pads_up, plain, requests)
+
+
+def _with_hull(
+    rows: tuple[int, ...], times: tuple[float, ...], pads_up: bool, plain_ms: float | None, requests: int
+) -> StepCosts:
+    """Corners of the lower convex hull from the anchors of all requests on."""
+    corners: list[tuple[int, float]] = []
+    for point in [(requests, _at(rows, times, requests, pads_up))] + [
+        (n, ms) for n, ms in zip(rows, times, strict=True) if n > requests
+    ]:
+        while len(corners) > 1 and _turns_down(corners[-2], corners[-1], point):
+            corners.pop()
+        corners.append(point)
+    return StepCosts(rows, times, pads_up, plain_ms, hull=tuple(corners))
+
+
+def _turns_down(a: tuple[int, float], b: tuple[int, float], c: tuple[int, float]) -> bool:
+    """Whether b lies on or above the line from a to c."""
+    return (b[1] - a[1]) * (c[0] - a[0]) >= (c[1] - a[1]) * (b[0] - a[0])
 
 
 def _at(rows: Sequence[int], times: Sequence[float], n: float, pads_up: bool) -> float:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-_WINDOW = 16
+_WINDOW = 24
 """Drafting rounds averaged before the gate may close."""
 _TRIAL = 8
-"""Rounds of a trial, which is where the gate closes again if it is to."""
+"""Rounds of a trial, and of a clear loss."""
 _PAUSE = 48
 """Plain steps before the first trial; twice as many before each further one."""
 _LONGEST_PAUSE = 768
-_MARGIN = 0.02
-"""By how much a trial must win: what is as good as plain decoding would open and close for ever."""
+_LOSS, _CLEAR_LOSS = 0.02, 0.15
+"""How much the mean must lose for the gate to close: predictions of single rounds are noisy, and what is as good as
+plain decoding would open and close for ever. A clear loss needs fewer rounds to be seen."""
 _DECAY = 1.0 - 1.0 / _WINDOW
 _PATIENCE = 24
 """Rounds of drafting without one draft verified after which the next one is, whatever the plan says."""
@@ -23,8 +24,8 @@ class DraftGate:
     """Per request. Reads only predictions of past rounds, so a closed gate cannot bias the output law.
 
     ``observe`` takes the predicted tokens per second of a drafting round, of everything planned together, and those of
-    plain decoding. The gate closes when the running mean of their ratio stays under 1, opens for a trial after a pause,
-    and closes again unless the trial wins clearly. Trials that lose are ever rarer.
+    plain decoding. The gate closes when the running mean of their ratio loses, opens for a trial after a pause, and
+    closes again unless the trial wins. Trials that lose are ever rarer.
     """
 
     mean_ratio: float = 0.0
@@ -51,9 +52,10 @@ class DraftGate:
         self.rounds += 1
         weight = max(1.0 - _DECAY, 1.0 / self.rounds)
         self.mean_ratio += weight * (theta / plain_theta - self.mean_ratio)
-        if self.rounds < (_TRIAL if self.is_trial else _WINDOW):
+        is_clear = self.mean_ratio < 1.0 - _CLEAR_LOSS
+        if self.rounds < (_TRIAL if self.is_trial or is_clear else _WINDOW):
             return
-        if self.mean_ratio < (1.0 + _MARGIN if self.is_trial else 1.0):
+        if self.mean_ratio < (1.0 if self.is_trial else 1.0 - _LOSS):
             self.pause_left, self.next_pause = self.next_pause, min(2 * self.next_pause, _LONGEST_PAUSE)
             self.rounds, self.mean_ratio, self.is_trial = 0, 0.0, True
         elif self.is_trial:

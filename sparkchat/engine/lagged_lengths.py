@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from sparkchat.engine.lagged_plan import Budget, admit, choose_budget
+from sparkchat.engine.lagged_plan import Budget, admit, choose_budget, past_blocks
 from sparkchat.engine.pair import LoadedPair
 from sparkchat.engine.request import RequestState
 from sparkchat.engine.step_plan import StepIntent, StepLengths, costs_of, is_planned, own_cap, plain_theta
@@ -35,7 +35,14 @@ def choose_budgets(
 
     As in ``step_plan.choose_lengths``, a sampled request whose seed the user chose is planned alone.
     """
-    stale = [s.stale.before(r, i.draft_len) for s, i, r in zip(states, intents, rounds, strict=True)]
+
+    def stale_of(indices: Sequence[int]) -> list[list[tuple[float, ...]]]:
+        """Survivals of these requests, by age."""
+        return [
+            [states[i].stale.before(rounds[i], intents[i].draft_len, back) for i in indices]
+            for back in range(past_blocks(len(indices)))
+        ]
+
     own: dict[int, Budget] = {}
     for i, (state, intent) in enumerate(zip(states, intents, strict=True)):
         cap = own_cap(state, intent)
@@ -43,7 +50,8 @@ def choose_budgets(
             own[i] = Budget(cap, None, None)
         elif is_planned(state, intent) and (state.is_reproducible or intent.floor):
             cost = costs_of([state], pair)
-            alone = choose_budget([stale[i]], cost)
+            newest, *older = stale_of([i])
+            alone = choose_budget(newest, cost, older=older)
             own[i] = replace(alone, drafts=max(alone.drafts, intent.floor), plain_theta=plain_theta(1, cost))
     planned = [i for i, intent in enumerate(intents) if is_planned(states[i], intent)]
     sharing = tuple(i for i in planned if i not in own)
@@ -53,9 +61,11 @@ def choose_budgets(
     for i, intent in enumerate(intents):
         if i not in sharing:
             length = own[i].drafts if i in own else intent.draft_len
-            rows, tokens = rows + 1 + length, tokens + 1.0 + sum(stale[i][:length])
+            alive = states[i].stale.before(rounds[i], intents[i].draft_len)
+            rows, tokens = rows + 1 + length, tokens + 1.0 + sum(alive[:length])
     cost = costs_of(states, pair)
-    shared = choose_budget([stale[i] for i in sharing], cost, rows, tokens)
+    newest, *older = stale_of(sharing)
+    shared = choose_budget(newest, cost, rows, tokens, older)
     shared = replace(shared, plain_theta=plain_theta(len(states), cost))
     if len(sharing) == 1:
         return BatchBudgets(own | {sharing[0]: shared}, (), None)

@@ -12,10 +12,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from sparkchat.engine.cost_table import StepCosts
 
 LAG = 2
-"""Age in steps of the confidences that a budget is chosen by."""
+"""Age in steps of the newest confidences that a budget is chosen by."""
+PAST_BLOCKS = 8
+"""Blocks that a budget is chosen by, of all requests together: the confidences of a single past block say little of the
+coming one, those of many requests say enough at once."""
 
 
 @dataclass
@@ -26,13 +31,21 @@ class StaleSurvival:
 
     def keep(self, round_: int, survival: Sequence[float]) -> None:
         self.by_round[round_] = tuple(survival)
-        for old in [r for r in self.by_round if r < round_ - LAG]:
+        for old in [r for r in self.by_round if r <= round_ - LAG - PAST_BLOCKS]:
             del self.by_round[old]
 
-    def before(self, round_: int, block: int) -> tuple[float, ...]:
-        """Survivals to plan round ``round_`` by. Where that round drafted nothing, all drafts count as certain."""
-        found = self.by_round.get(round_ - LAG, ())
+    def before(self, round_: int, block: int, back: int = 0) -> tuple[float, ...]:
+        """Survivals to plan round ``round_`` by, ``back`` rounds older than they have to be.
+
+        Where that round drafted nothing, all drafts count as certain; where only the older one did not, the newest do.
+        """
+        found = self.by_round.get(round_ - LAG - back, ()) or self.by_round.get(round_ - LAG, ())
         return (*found[:block], *([1.0 if not found else found[-1]] * (block - len(found))))
+
+
+def past_blocks(requests: int) -> int:
+    """How many past rounds of each of so many requests a budget is chosen by."""
+    return max(1, PAST_BLOCKS // max(1, requests))
 
 
 @dataclass(frozen=True)
@@ -48,23 +61,26 @@ class Budget:
 
 
 def choose_budget(
-    stale: Sequence[Sequence[float]], cost: StepCosts | None, extra_rows: int = 0, extra_tokens: float = 0.0
+    stale: Sequence[Sequence[float]],
+    cost: StepCosts | None,
+    extra_rows: int = 0,
+    extra_tokens: float = 0.0,
+    older: Sequence[Sequence[Sequence[float]]] = (),
 ) -> Budget:
     """The best budget for requests with these stale survivals; ``extra_*`` as in ``planner.plan``.
 
+    ``older`` holds the same requests' survivals of rounds before: the best budget is that of the mean over all of them.
     Of equally good budgets the smallest is taken. Without a cost table everything is verified.
     """
-    pooled = sorted((value for alive in stale for value in alive), reverse=True)
+    pooled = [sorted((value for alive in one for value in alive), reverse=True) for one in (stale, *older)]
     if cost is None:
-        return Budget(len(pooled), None, None)
+        return Budget(len(pooled[0]), None, None)
     rows, tokens = len(stale) + extra_rows, len(stale) + extra_tokens
-    best, best_theta = 0, tokens / cost.step_ms(rows)
-    for drafts, value in enumerate(pooled, start=1):
-        tokens += value
-        theta = tokens / cost.step_ms(rows + drafts)
-        if theta > best_theta:
-            best, best_theta = drafts, theta
-    return Budget(best, cost.step_ms(rows + best), 1000.0 * best_theta)
+    gained = np.cumsum(np.asarray(pooled, dtype=np.float64).mean(axis=0))
+    times = cost.times(rows, 1 + len(gained))
+    thetas = (tokens + np.concatenate([[0.0], gained])) / times
+    best = int(np.argmax(thetas))
+    return Budget(best, float(times[best]), 1000.0 * float(thetas[best]))
 
 
 def admit(survival: Sequence[Sequence[float]], limits: Sequence[int], budget: int) -> list[int]:

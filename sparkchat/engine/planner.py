@@ -3,7 +3,8 @@
 Lossless by construction. Whether draft k of a request is admitted may depend only on what is known before draft k is
 looked at: its own confidences up to k (functions of the drafts before k), other requests, and the cost table. The
 early stop has this property; taking the best of all budgets from confidences of this same step does not (paper
-appendix A), however good its prediction, and must not be added here.
+appendix A), however good its prediction, and must not be added here. Costs that would make the early stop stop early
+are smoothed instead, which looks at no confidence (``StepCosts.planned_ms``).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sparkchat.engine.cost_table import StepCosts
+from sparkchat.engine.cost_table import CostLookup, StepCosts
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Plan:
 def plan(
     survival: Sequence[Sequence[float]],
     limits: Sequence[int],
-    cost: StepCosts | None,
+    cost: StepCosts | CostLookup | None,
     extra_rows: int = 0,
     extra_tokens: float = 0.0,
     floors: Sequence[int] | None = None,
@@ -54,15 +55,17 @@ def plan(
     lens = [min(floor, limit) for floor, limit in zip(floors or [0] * len(limits), limits, strict=True)]
     given = [sum(row[:length]) for row, length in zip(survival, lens, strict=True)]
     rows, tokens = rows + sum(lens), tokens + sum(given)
-    milliseconds = cost.step_ms(rows)
+    milliseconds = cost.planned_ms(rows)
     for negative_alive, place, request in _candidates(survival, limits):
         if place <= lens[request]:
             continue
-        more_ms = cost.step_ms(rows + 1)
-        if (tokens - negative_alive) / more_ms <= tokens / milliseconds:
+        more_ms = cost.planned_ms(rows + 1)
+        is_free = cost.step_ms(rows + 1) <= cost.step_ms(rows)
+        if not is_free and (tokens - negative_alive) / more_ms <= tokens / milliseconds:
             break
         lens[request] = place
         rows, tokens, milliseconds = rows + 1, tokens - negative_alive, more_ms
+    milliseconds = cost.step_ms(rows)
     return Plan(tuple(lens), sum(lens), milliseconds, 1000.0 * tokens / milliseconds)
 
 

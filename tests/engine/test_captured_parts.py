@@ -12,7 +12,7 @@ from sparkchat.engine.captured.laws import Draws, row_laws
 from sparkchat.engine.captured.memory import GRAPHS_BYTES, fitting_context
 from sparkchat.engine.captured.tiers import request_tiers, round_up, row_tiers
 from sparkchat.engine.cost_table import CostLookup
-from sparkchat.engine.lagged_plan import StaleSurvival, admit, choose_budget
+from sparkchat.engine.lagged_plan import LAG, PAST_BLOCKS, StaleSurvival, admit, choose_budget
 from sparkchat.engine.sampling import probabilities
 from sparkchat.errors import NotEnoughMemory
 from sparkchat.params import CostTable
@@ -77,7 +77,7 @@ def test_budgets_look_two_rounds_back() -> None:
     assert stale.before(1, 3) == (1.0, 1.0, 1.0)
     for round_ in range(1, 9):
         stale.keep(round_, [round_ / 10.0, round_ / 20.0])
-        assert len(stale.by_round) <= 3
+        assert len(stale.by_round) <= LAG + PAST_BLOCKS
     assert stale.before(9, 2) == (0.7, 0.35)
     assert stale.before(9, 3) == (0.7, 0.35, 0.35)
     assert stale.before(30, 2) == (1.0, 1.0)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import stat
 from dataclasses import asdict, replace
+from itertools import pairwise
 
 import pytest
 
@@ -142,6 +144,45 @@ def test_a_table_by_requests_comes_back_and_has_its_own_id(tmp_path):
     assert loaded.table == replace(TABLES, source="cached")
     assert loaded.id == CostLookup(TABLES).id != CostLookup(replace(TABLES, context=None)).id
     assert CostTable.from_json(json.loads(json.dumps(asdict(TABLES)))) == TABLES
+
+
+STAIRS = (BatchCosts(1, (1, 2, 3, 4, 5, 6), (10.0, 14.0, 14.0, 14.0, 15.0, 21.0), 9.0),)
+
+
+def test_measured_stairs_are_planned_by_their_lower_hull():
+    cost = CostLookup(CostTable(STAIRS[0].rows, STAIRS[0].step_ms, batches=STAIRS)).at(1)
+    assert [cost.planned_ms(n) for n in range(1, 7)] == pytest.approx([10.0, 11.25, 12.5, 13.75, 15.0, 21.0])
+    assert cost.step_ms(2) == 14.0
+    assert cost.planned_ms(9) == cost.step_ms(9)
+    more = CostLookup(CostTable(STAIRS[0].rows, STAIRS[0].step_ms, batches=STAIRS, context=ContextCosts(0, 0.1, 0.01)))
+    assert more.at(1, 10).planned_ms(3) == pytest.approx(12.5 + 1.0 + 0.3)
+
+
+def test_the_hull_is_below_the_costs_and_never_turns_down():
+    rng = random.Random(4)
+    for _ in range(200):
+        rows = tuple(sorted(rng.sample(range(2, 40), rng.randint(1, 9))))
+        times = tuple(rng.uniform(5.0, 30.0) for _ in rows)
+        cost = CostLookup(CostTable(rows, times, batches=(BatchCosts(2, rows, times),), pads_up=rng.random() < 0.5)).at(
+            2
+        )
+        planned = [cost.planned_ms(n) for n in range(2, rows[-1] + 1)]
+        assert all(p <= cost.step_ms(n) + 1e-9 for n, p in enumerate(planned, 2))
+        slopes = [b - a for a, b in pairwise(planned)]
+        assert all(b >= a - 1e-9 for a, b in pairwise(slopes))
+
+
+def test_a_profiles_table_is_planned_by_as_it_is():
+    cost = CostLookup(TABLE).at(3)
+    assert [cost.planned_ms(n) for n in range(1, 12)] == [cost.step_ms(n) for n in range(1, 12)]
+
+
+@pytest.mark.parametrize("table", [TABLE, TABLES, CostTable((4,), (7.0,))])
+def test_times_are_the_costs_of_many_rows_at_once(table):
+    for requests in (1, 2, 4, 9):
+        cost = CostLookup(table).at(requests, 700)
+        wanted = [cost.step_ms(n) for n in range(requests, requests + 40)]
+        assert cost.times(requests, 40).tolist() == pytest.approx(wanted, rel=1e-12)
 
 
 GOOD = {"rows": [1, 2], "step_ms": [1.0, 2.0], "plain_ms": None}
