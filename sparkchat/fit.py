@@ -66,9 +66,11 @@ def refuse_too_large(options: Resolution, model: ModelRef) -> None:
     """Raise NotEnoughMemory where the machine has less memory than the model needs at the least."""
     needs, machine = needs_of(model.profile), this_machine(options["device"])
     if machine.fits(needs, options["tp"]) is False:
+        enough = next((count for count in sorted(needs) if machine.fits(needs, count)), None)
+        advice = "choose a smaller model, see `sparkchat list`" if enough is None else f"give --tp {enough}"
         raise NotEnoughMemory(
             f"{model.name} needs {describe_needs(needs)} (by number of devices), "
-            f"and this machine has {machine.describe()}; choose a smaller model, see `sparkchat list`"
+            f"and this machine has {machine.describe()}; {advice}"
         )
 
 

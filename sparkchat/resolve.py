@@ -167,7 +167,7 @@ def _refuse_parallel(options: Resolution, model: ModelRef) -> None:
     if options["tp"] > 1 and cost_device(options) != "cpu":
         left = len(environment.gpus()) - int(options["device"].partition(":")[2] or 0)
         if options["tp"] > left:
-            raise UsageError(f"{asked}: there are {left} NVIDIA GPUs to use; give --tp {left} or fewer")
+            raise UsageError(f"{asked}: NVIDIA GPUs to use: {left}; give --tp {left} or fewer")
     if options["graphs"] and cost_device(options) == "cpu":
         raise UsageError(f"{options.asked('graphs')}: CUDA graphs need a GPU, and this run is on the CPU; leave it out")
 

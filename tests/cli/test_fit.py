@@ -17,7 +17,7 @@ from sparkchat.environment import Gpu, Memory
 from sparkchat.errors import UsageError
 from sparkchat.fit import Machine, this_machine
 from sparkchat.paths import user_paths
-from sparkchat.resolve import has_thinking
+from sparkchat.resolve import cost_device, has_thinking, resolve_options
 
 Write = Callable[[str, str], Path]
 NEEDS = {1: 100.0, 2: 60.0}
@@ -89,6 +89,39 @@ def test_a_model_that_fits_goes_on_to_be_fetched(machine: Callable[..., None], h
     done = main("run", "deepseek-v4-flash", "hello")
     assert done.code != 4
     assert hub.requests
+
+
+def test_where_more_devices_hold_it_their_number_is_named(machine: Callable[..., None], hub: Hub, main: Cli) -> None:
+    machine(4, gpu_gb=141)
+    done = main("run", "deepseek-v4-flash", "hello")
+    assert (done.code, hub.requests) == (4, [])
+    assert done.error.endswith("this machine has 4 GPUs of 141 GB; give --tp 2")
+    done = main("run", "deepseek-v4-flash", "--tp", "2", "hello")
+    assert done.code != 4
+    assert hub.requests
+
+
+@pytest.mark.parametrize(
+    ("model", "flags", "words"),
+    [
+        ("deepseek-v4-flash", ("--tp", "4"), "--tp 4: NVIDIA GPUs to use: 2; give --tp 2 or fewer"),
+        ("deepseek-v4-flash", ("--tp", "2", "--device", "cuda:1"), "--tp 2: NVIDIA GPUs to use: 1"),
+        ("qwen3-8b", ("--tp", "2"), "--tp 2: qwen3-8b is not DeepSeek V4"),
+    ],
+)
+def test_devices_that_are_not_there_or_cannot_share_are_refused(
+    model: str, flags: tuple[str, ...], words: str, machine: Callable[..., None], hub: Hub, main: Cli
+) -> None:
+    machine(2, gpu_gb=141)
+    done = main("run", model, *flags, "hello")
+    assert (done.code, hub.requests) == (2, [])
+    assert words in done.error
+
+
+def test_a_cost_table_is_that_of_so_many_devices(machine: Callable[..., None]) -> None:
+    machine(2, gpu_gb=141)
+    for flags, name in (({}, "NVIDIA H200"), ({"tp": 2}, "2 x NVIDIA H200"), ({"tp": 2, "device": "cpu"}, "cpu")):
+        assert cost_device(resolve_options(None, flags, {})) == name
 
 
 def test_show_prints_the_plan(machine: Callable[..., None], main: Cli) -> None:
