@@ -12,6 +12,7 @@ import pytest
 from cases.harness import Runner, open_runner, to_request
 from engine.conftest import NAN_TOKEN
 from sparkchat.engine import cost_probe
+from sparkchat.engine.captured import costs
 from sparkchat.engine.cost_probe import measure
 from sparkchat.engine.cost_table import CostLookup
 from sparkchat.engine.step_plan import REASON_NO_TABLE
@@ -115,6 +116,36 @@ def test_a_tuned_table_counts_for_as_many_requests_as_it_covers(
     assert [batch["requests"] for batch in more.info["cost_table"]["batches"]] == [1, 4]
     # The quick table does not take the tuned one's place.
     assert without_table(tiny_pair, cache_dir=cache)[0].info["cost_table"]["id"] == table["id"]
+
+
+def test_captured_steps_are_timed_as_they_are_replayed(
+    tiny_pair: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(costs, "REPEATS", 1)
+    engine, _ = without_table(tiny_pair, mode="static", graphs=True, concurrency=3, cache_dir=str(tmp_path))
+    info, answer = engine.tune_cost()
+    batches = info["info"]["cost_table"]["batches"]
+    assert [(batch["requests"], batch["rows"]) for batch in batches] == [
+        (1, [1, 2, 3, 4, 5, 6]),
+        (2, list(range(2, 13))),
+        (3, list(range(3, 19))),
+    ]
+    assert all(ms > 0 for batch in batches for ms in (*batch["step_ms"], batch["plain_ms"]))
+    assert answer["file"] is not None
+    line = {"prompt_ids": [301, 302], "max_tokens": 12, "ignore_eos": True}
+    plain, compact = engine.generate(
+        [to_request({**line, "mode": mode}, n) for n, mode in enumerate(("off", "compact"))]
+    )
+    assert plain["token_ids"] == compact["token_ids"]
+    # The reference loop's costs are others, and so is their table.
+    assert without_table(tiny_pair, mode="static", cache_dir=str(tmp_path))[0].info["cost_table"] is None
+
+
+def test_many_row_counts_are_thinned() -> None:
+    assert costs.thinned(range(1, 9)) == tuple(range(1, 9))
+    found = costs.thinned(range(5, 500))
+    assert (len(found), found[0], found[-1]) == (costs.MOST_POINTS, 5, 499)
+    assert list(found) == sorted(set(found))
 
 
 def test_costs_are_not_tuned_beside_answers_or_for_nothing(tiny_pair: Any, headless_drafter: Path) -> None:
