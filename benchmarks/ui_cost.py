@@ -142,6 +142,9 @@ class Terminal:
         self.pid, self._fd = pty.fork()
         if self.pid == 0:
             os.environ.update(TERM="xterm-256color", COLORTERM="truecolor", PYTHONPATH=str(ROOT))
+            # What is asked here is no chat of the user's.
+            folder = tempfile.mkdtemp(prefix="sparkchat-ui-cost-")
+            os.environ.update(XDG_DATA_HOME=folder, XDG_STATE_HOME=folder)
             os.execv(sys.executable, [sys.executable, *arguments])
         fcntl.ioctl(self._fd, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
         self.num_bytes = 0
@@ -378,6 +381,7 @@ def main() -> None:
     parser.add_argument("what", choices=("pace", "load", "growth", "bars"))
     parser.add_argument("--minutes", type=float, default=5.0)
     parser.add_argument("--tokens-per-second", type=float, default=600.0)
+    parser.add_argument("--size", default="120x40", help="columns x lines of the terminal (bars)")
     parser.add_argument("--tokens", type=int, default=3000)
     parser.add_argument("--repeat", type=int, default=3)
     arguments = parser.parse_args()
@@ -389,9 +393,9 @@ def main() -> None:
                     print(json.dumps(measure_pace(script, rate, arguments.tokens, size)), flush=True)
         return
     if arguments.what == "bars":
-        for size in ((120, 40), (80, 24)):
-            print(json.dumps(measure_bars(arguments.minutes, arguments.tokens_per_second, size)), flush=True)
-        return
+        columns, lines = map(int, arguments.size.split("x"))
+        figures = measure_bars(arguments.minutes, arguments.tokens_per_second, (columns, lines))
+        return print(json.dumps(figures), flush=True)
     if arguments.what == "growth":
         for name, text in GROWTH.items():
             print(json.dumps(asyncio.run(measure_growth(name, text))), flush=True)
