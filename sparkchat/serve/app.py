@@ -21,7 +21,6 @@ from sparkchat.serve.prefixes import Prefixes
 from sparkchat.serve.problems import Problem
 from sparkchat.serve.shapes import ChatShape, Shape, TextShape
 
-_OWN_NAMES = ("localhost", "127.0.0.1", "[::1]")
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -65,7 +64,7 @@ class App:
             pass
 
     async def _route(self, exchange: Exchange) -> None:
-        self._check_host(exchange)
+        self._check_neighbour(exchange)
         methods = self._routes.get(exchange.path)
         if exchange.path != "/health":
             self._check_key(exchange)
@@ -82,17 +81,18 @@ class App:
             raise Problem(405, f"{exchange.path} takes {allowed}, not {exchange.method}", headers={"allow": allowed})
         await handler(exchange)
 
-    def _check_host(self, exchange: Exchange) -> None:
-        # Without a key, only the name of the machine itself is answered to: a web page that lets its own name point
-        # here (DNS rebinding) would otherwise be a neighbour like any other.
+    def _check_neighbour(self, exchange: Exchange) -> None:
+        """Without a key only this machine's own programs are answered, and no web page that a browser here shows.
+
+        A page may let its own name point here (DNS rebinding), which the host name tells, or post here blindly, which
+        the origin tells.
+        """
         if self._api_key is not None:
             return
-        host = exchange.headers.get("host", "localhost")
-        name = host.rsplit(":", 1)[0] if not host.endswith("]") else host
-        if name.lower() not in _OWN_NAMES and not _is_loopback(name):
-            raise Problem(
-                403, f"the host name {host[:80]} is not this machine's; ask 127.0.0.1, or serve with --api-key"
-            )
+        origin = exchange.headers.get("origin", "")
+        for what, host in (("host name", exchange.headers.get("host", "")), ("origin", origin.rpartition("//")[2])):
+            if host and not _is_own(host):
+                raise Problem(403, f"the {what} {host[:80]} is not this machine's; ask 127.0.0.1, or serve with a key")
 
     def _check_key(self, exchange: Exchange) -> None:
         if self._api_key is None:
@@ -233,7 +233,11 @@ class App:
         await exchange.end_events()
 
 
-def _is_loopback(name: str) -> bool:
+def _is_own(host: str) -> bool:
+    """Whether ``name`` or ``name:port`` stands for this machine alone."""
+    name = host if host.endswith("]") else host.rsplit(":", 1)[0]
+    if name.lower() == "localhost":
+        return True
     try:
         return ipaddress.ip_address(name.strip("[]")).is_loopback
     except ValueError:

@@ -184,6 +184,9 @@ def test_a_foreign_host_name_is_not_answered(server: Served) -> None:
     status, answer = server.post(CHAT, {"messages": HI}, {"host": f"evil.example:{server.port}"})
     assert status == 403
     check_error(answer)
+    for origin in ("https://evil.example", "null"):
+        assert server.post(CHAT, {"messages": HI}, {"origin": origin})[0] == 403
+    assert server.post(CHAT, {"messages": HI, "max_tokens": 1}, {"origin": "http://localhost:3000"})[0] == 200
     assert server.get("/health", {"host": f"localhost:{server.port}"})[0] == 200
 
 
