@@ -12,7 +12,7 @@ from sparkchat.options import unknown
 from sparkchat.params import MODES, Mode, SamplingParams
 from sparkchat.ui.clipboard import code_blocks, is_too_long
 from sparkchat.ui.conversation import Conversation
-from sparkchat.ui.export import export_chat
+from sparkchat.ui.export import OF_TRACE, export_chat, export_trace
 from sparkchat.ui.safe_text import in_columns
 from sparkchat.ui.trace_sink import TraceSink
 
@@ -255,8 +255,12 @@ def _trace(front: ChatFront, argument: str) -> None:
 
 def _export(front: ChatFront, argument: str) -> None:
     if not argument:
-        raise UsageError("/export needs a file name that ends in .md or .json")
-    front.say(export_chat(front.conversation, Path(argument).expanduser()))
+        raise UsageError(f"/export needs a file name that ends in one of .md, .json, {', '.join(OF_TRACE)}")
+    path = Path(argument).expanduser()
+    if path.suffix.lower() in OF_TRACE:
+        front.say(export_trace(front.trace.path, path))
+    else:
+        front.say(export_chat(front.conversation, path))
 
 
 def _chats(front: ChatFront, argument: str) -> None:
@@ -313,7 +317,7 @@ COMMANDS: Sequence[Command] = (
     ),
     Command("copy", "/copy [N|code [K]]", "copy the N-th last answer, or its last or K-th code block", _copy),
     Command("trace", "/trace [FILE|off]", "record every step from here on into a new file", _trace),
-    Command("export", "/export FILE.md|.json", "save the chat with its numbers", _export),
+    Command("export", "/export FILE", "save the chat as .md or .json, or its trace as .html, .csv or .svg", _export),
     Command(
         "compare",
         "/compare",

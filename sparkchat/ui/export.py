@@ -1,4 +1,4 @@
-"""A chat as a file: Markdown to read, or JSON with every result. Never overwrites."""
+"""A chat as a file: Markdown to read, JSON with every result, or what a trace can be made into. Never overwrites."""
 
 from __future__ import annotations
 
@@ -10,12 +10,16 @@ from sparkchat.errors import SparkchatError, UsageError
 from sparkchat.ui.conversation import Conversation, Turn
 from sparkchat.ui.stats import result_line
 
+OF_TRACE = (".html", ".csv", ".svg")
+"""Endings of files that are made from the session's trace."""
+
 
 def export_chat(conversation: Conversation, path: Path) -> str:
     """Write the chat to ``path`` (by its ending); returns a sentence saying where it is."""
     writers = {".md": chat_markdown, ".json": chat_json}
     if path.suffix not in writers:
-        raise UsageError(f"/export {path} is not possible; give a file name that ends in .md or .json")
+        endings = ", ".join((*writers, *OF_TRACE))
+        raise UsageError(f"/export {path} is not possible; give a file name that ends in one of {endings}")
     if not conversation.turns:
         raise UsageError("/export has nothing to save: the chat is empty")
     text = writers[path.suffix](conversation)
@@ -28,6 +32,20 @@ def export_chat(conversation: Conversation, path: Path) -> str:
     except OSError as error:
         raise SparkchatError(f"/export to {path} failed: {error.strerror}; give a folder that can be written") from None
     return f"chat saved to {path}"
+
+
+def export_trace(trace: Path | None, path: Path) -> str:
+    """The trace that is being written, as a report, a table or plots (by the ending); returns a sentence."""
+    from sparkchat.trace import Damage
+    from sparkchat.trace.export import format_of
+    from sparkchat.trace.export.new_file import new_file
+
+    if trace is None:
+        raise UsageError(f"/export {path} is made from a trace, and none is being written; /trace FILE starts one")
+    chosen = format_of(None, path)
+    with new_file(path, trace, force=False) as write:
+        notes = chosen.write(trace, write, Damage())
+    return "\n".join([*notes, f"{path} written: {chosen.what}"])
 
 
 def chat_markdown(conversation: Conversation) -> str:

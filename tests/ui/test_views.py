@@ -104,6 +104,20 @@ async def test_export_and_regenerate(chat: Open, tmp_path: Path) -> None:
         assert "exists already" in c.said
 
 
+async def test_the_trace_of_the_session_is_exported_too(chat: Open, tmp_path: Path) -> None:
+    async with chat(size=(120, 40), config=make_config(max_tokens=40)) as c:
+        await c.ready()
+        await c.say(f"/export {tmp_path}/report.html")
+        assert "none is being written" in c.said
+        await c.say(f"/trace {tmp_path}/t.spark.jsonl")
+        await c.say("prose")
+        for name in ("report.html", "steps.csv", "plots.svg"):
+            await c.say(f"/export {tmp_path}/{name}")
+            assert (tmp_path / name).stat().st_size > 500
+        await c.say(f"/export {tmp_path}/steps.csv")
+        assert "exists" in c.said
+
+
 async def test_no_colour_means_no_colour(chat: Open) -> None:
     async with chat(config=make_config(color="never")) as c:
         await c.ready()
