@@ -31,8 +31,8 @@ side (models/weights.py). "half" is bf16 or fp16; fp32 works everywhere and is e
         starts [R+1] int32: first row of each request (an empty request is skipped; rows behind starts[R] are not
         touched); at most ``max_rows`` rows a request. rows, positions as above. ends [N] int32 or int64: keys at
         positions below it are seen (position + 1 when causal, the end of the block in a drafter's block). window None
-        or keys seen. out [N, H, D]. Keys must have been written before. Works over fixed spans of 256 keys: a row's
-        bits depend on its own keys alone, not on rows beside it, the batch, or what is allocated.
+        or keys seen. out [N, H, D]. Keys must have been written before. Works over spans of keys that begin at fixed
+        positions: a row's bits depend on its own keys alone, not on rows beside it, the batch, or what is allocated.
 
     from sparkchat.kernels.gemm import gemm_splits, small_gemm
     small_gemm(x, weight, out, *, scales=None, bias=None, epilogue="none")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from triton.backends.compiler import GPUTarget
 from sparkchat.kernels.accept import AcceptBuffers
 from sparkchat.kernels.accept.kernel import launch_accept_block
 from sparkchat.kernels.attention import attention_workspace
-from sparkchat.kernels.attention.kernel import launch_decode_attention
+from sparkchat.kernels.attention.kernel import EXACT_TILE, HALF_TILE, launch_decode_attention
 from sparkchat.kernels.gemm import gemm_splits
 from sparkchat.kernels.gemm.kernel import launch_small_gemm
 from sparkchat.kernels.launch import overlap, started_by
@@ -86,6 +87,11 @@ def attention() -> None:
         cache, q = torch.zeros(2, 2 * kv_heads, 2048, dim, dtype=dtype), torch.zeros(8, heads, dim, dtype=dtype)
         space = attention_workspace(8, heads, dim, 2048, CPU)
         launch_decode_attention(q, cache, starts, rows, positions, positions, q, space, most, window, None)
+        many = torch.zeros(33, dtype=torch.int32)
+        launch_decode_attention(
+            q, cache, many, rows, positions, positions, q, space, most, window, rows[None],
+            replace(EXACT_TILE if dtype == torch.float32 else HALF_TILE, many_groups=1),
+        )  # fmt: skip
 
 
 def gemm() -> None:

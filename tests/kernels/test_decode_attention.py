@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
 from kernels.agreement import assert_same_sums
-from sparkchat.kernels.attention import SPAN, attention_workspace
-from sparkchat.kernels.attention.kernel import launch_decode_attention
+from sparkchat.kernels.attention import UNIT, attention_workspace, spans_of
+from sparkchat.kernels.attention.kernel import EXACT_TILE, Tile, launch_decode_attention
 from sparkchat.kernels.attention.reference import decode_attention_reference
 
 NAN = float("nan")
@@ -37,24 +39,72 @@ def make(device: torch.device, heads: int, kv_heads: int, dim: int, spans: list[
     }
 
 
-def both(batch: dict, most: int, window: int | None = None, pages: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def both(
+    batch: dict, most: int, window: int | None = None, pages: Tensor | None = None, tile: Tile | None = None
+) -> tuple[Tensor, Tensor]:
     num_rows, heads, dim = batch["q"].shape
     outs = torch.full((2, num_rows, heads, dim), NAN, device=batch["q"].device)
     space = attention_workspace(num_rows, heads, dim, 1024, batch["q"].device)
     space.mixed.fill_(NAN)
     space.stats.fill_(NAN)
-    launch_decode_attention(**batch, out=outs[0], workspace=space, max_rows=most, window=window, pages=pages)
+    launch_decode_attention(**batch, out=outs[0], workspace=space, max_rows=most, window=window, pages=pages,
+                            tile=tile)  # fmt: skip
+    assert int(space.arrived.abs().sum()) == 0
     decode_attention_reference(**batch, out=outs[1], window=window, pages=pages)
     return outs[0], outs[1]
 
 
 @pytest.mark.parametrize(
     ("start", "heads", "kv_heads", "dim", "count"),
-    [(0, 9, 3, 64, 3), (63, 4, 2, 16, 16), (SPAN - 2, 4, 1, 16, 3), (600, 8, 1, 32, 1)],
+    [(0, 9, 3, 64, 3), (63, 4, 2, 16, 16), (UNIT - 2, 4, 1, 16, 3), (600, 8, 1, 32, 1)],
 )
 def test_one_request(start: int, heads: int, kv_heads: int, dim: int, count: int, device: torch.device) -> None:
     got, want = both(make(device, heads, kv_heads, dim, [(2, start, count)]), 16)
     torch.testing.assert_close(got, want, atol=2e-5, rtol=2e-4)
+
+
+# One program a group; the last of a few; a second launch.
+FOLDS = (Tile(32, 4, 1, many_groups=1), Tile(32, 4, 1, joined_by_last=1 << 20), Tile(32, 4, 1, joined_by_last=0))
+
+
+@pytest.mark.parametrize("tile", FOLDS)
+@pytest.mark.parametrize("window", [None, 100])
+def test_whoever_folds_the_spans(tile: Tile, window: int | None, device: torch.device) -> None:
+    batch = make(device, 6, 2, 16, [(0, 200, 4), (1, 0, 1), (2, 63, 2)])
+    got, want = both(batch, 4, window, tile=tile)
+    torch.testing.assert_close(got, want, atol=2e-5, rtol=2e-4)
+    assert torch.equal(got, both(batch, 4, window, tile=FOLDS[0])[0])
+
+
+def test_fewer_programs_than_spans(device: torch.device) -> None:
+    batch = make(device, 2, 1, 16, [(0, 400, 2)])
+    few = replace(EXACT_TILE, programs=3, joined_by_last=1 << 20)
+    assert torch.equal(both(batch, 2, tile=few)[0], both(batch, 2)[0])
+
+
+def test_spans_grow_with_the_position() -> None:
+    assert [spans_of(n) for n in (1, 64, 65, 2048, 2049, 4096, 4097, 32768)] == [1, 1, 2, 32, 33, 48, 49, 96]
+
+
+def test_long_spans(device: torch.device) -> None:
+    """Beyond 2048 keys a span has more than one unit."""
+    start, heads, dim = 2200, 1, 16
+    batch = {
+        "q": torch.randn(2, heads, dim, device=device),
+        "cache": torch.randn(1, 2, start + 2, dim, device=device),
+        "starts": torch.tensor([0, 2], device=device, dtype=torch.int32),
+        "rows": torch.zeros(2, device=device, dtype=torch.int32),
+        "positions": torch.arange(start, start + 2, device=device),
+        "ends": torch.arange(start, start + 2, device=device) + 1,
+    }
+    outs = torch.full((4, 2, heads, dim), NAN, device=device)
+    space = attention_workspace(2, heads, dim, start + 2, device)
+    for out, tile in zip(outs, FOLDS, strict=False):
+        launch_decode_attention(**batch, out=out, workspace=space, max_rows=2, window=None, pages=None, tile=tile)
+    decode_attention_reference(**batch, out=outs[3], window=None, pages=None)
+    torch.testing.assert_close(outs[0], outs[3], atol=2e-5, rtol=2e-4)
+    assert torch.equal(outs[0], outs[1])
+    assert torch.equal(outs[0], outs[2])
 
 
 def test_ragged_batch_with_an_empty_request_and_padding(device: torch.device) -> None:

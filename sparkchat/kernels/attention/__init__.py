@@ -9,9 +9,16 @@ from torch import Tensor
 
 from sparkchat.kernels.attention.reference import decode_attention_reference
 
-SPAN = 256
-"""Keys that are attended to at a time. Spans begin at multiples of it, so that what a row's sums look like depends on
-its own position alone."""
+UNIT = 64
+"""Keys of the shortest spans. Keys are attended to a span at a time: 64 below position 2048, then 16 spans to every
+doubling, so that what a row's sums look like depends on its own position alone."""
+
+
+def spans_of(context: int) -> int:
+    """Spans that ``context`` positions touch."""
+    unit = max(context - 1, 0) // UNIT
+    doublings = max(unit.bit_length() - 5, 0)
+    return 16 * doublings + (unit >> doublings) + 1
 
 
 @dataclass(frozen=True)
@@ -22,16 +29,19 @@ class AttentionWorkspace:
     """[N, H, spans, D] float32, not normalised"""
     stats: Tensor
     """[N, H, spans, 2] float32: largest score (base 2), sum of weights"""
+    arrived: Tensor
+    """[N * H] int32 zeros: programs of a group of rows and a key head that are done; the last leaves a zero again"""
 
 
 def attention_workspace(
     max_rows: int, num_heads: int, head_dim: int, context: int, device: torch.device
 ) -> AttentionWorkspace:
     """Room for ``max_rows`` token rows that see up to ``context`` positions."""
-    spans = -(-context // SPAN)
+    spans = spans_of(context)
     return AttentionWorkspace(
         torch.empty((max_rows, num_heads, spans, head_dim), dtype=torch.float32, device=device),
         torch.empty((max_rows, num_heads, spans, 2), dtype=torch.float32, device=device),
+        torch.zeros(max_rows * num_heads, dtype=torch.int32, device=device),
     )
 
 

@@ -1,8 +1,12 @@
-"""Decode attention in two passes: every span of keys by itself, then the spans of a row together.
+"""Decode attention: every span of keys by itself, then the spans of a row folded together in order.
 
 The query heads of a group and the rows of a request share the keys they read. Sums run in an order that depends on
-the position of a key alone: spans and tiles begin at multiples of their size, tiles have the same size whatever is in
-them, and what a row does not see adds zeros.
+the position of a key alone: spans and tiles begin where positions say, tiles have the same size whatever is in them,
+and what a row does not see adds zeros.
+
+Spans grow with the position as the steps of a floating point number do: 64 keys below 2048, then 16 spans to every
+doubling. So a short context has a program on every multiprocessor and a long one has few sums to fold. Who folds is
+only a matter of speed: the program itself where it reads all of a row, the last to arrive of a few, or a second launch.
 """
 
 from __future__ import annotations
@@ -22,32 +26,109 @@ if TYPE_CHECKING:
 
 QUERIES = 32
 """Queries of a tile, always: fewer would have other sums, as the layout decides what is added first."""
-_PROGRAMS = 264
-"""About how many programs to start: two on each multiprocessor of an H200."""
+_PROGRAMS = 528
+"""About how many programs to start: two on each multiprocessor of an H200, and as many that follow. The longest spans
+come first."""
+_MANY_GROUPS = 192
+"""Groups (of rows and a key head) from which on one program reads everything of a group."""
+_JOINED_BY_LAST = 160
+"""Spans times rows of a group up to which its last program folds them; it reads half a kilobyte of each at a time."""
+_PIECE = 64
+"""Numbers of a head that one program of the second launch folds."""
+_INSIDE, _LAST, _APART = 0, 1, 2
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Keys of a tile, warps of a program, depth of the pipeline of loads."""
+    """How the work is cut; no number of it changes what a row's sums look like but ``keys``."""
 
     keys: int
+    """Of a tile, at most ``UNIT``."""
     warps: int
     stages: int
+    """Depth of the pipeline of loads."""
+    programs: int = _PROGRAMS
+    many_groups: int = _MANY_GROUPS
+    joined_by_last: int = _JOINED_BY_LAST
 
 
 HALF_TILE, EXACT_TILE = Tile(64, 4, 3), Tile(32, 4, 1)
 
 
 @triton.jit
+def _span_of(keys, UNIT: tl.constexpr):
+    # The span that keys lie in: 0 to 31, then 16 to every doubling of the unit's number.
+    units = keys // UNIT
+    doublings = keys * 0
+    for step in tl.static_range(5, 24):
+        doublings += ((units >> step) > 0).to(tl.int32)
+    return 16 * doublings + (units >> doublings)
+
+
+@triton.jit
+def _start_of(span, UNIT: tl.constexpr):
+    doublings = tl.maximum(span // 16 - 1, 0)
+    return ((span - 16 * doublings) << doublings) * UNIT
+
+
+@triton.jit
+def _fold(run_top, run_total, run_mixed, top, total, mixed):
+    # One span more. Multiplications and additions are spelled out, so that all who fold do the same.
+    new_top = tl.maximum(run_top, top)
+    # Where no key was seen yet, -inf - -inf would be NaN.
+    peak = tl.where(new_top == float("-inf"), 0.0, new_top)
+    old, new = tl.exp2(run_top - peak), tl.exp2(top - peak)
+    run_total = tl.fma(new, total, run_total * old)
+    wide = tl.broadcast_to(new[:, None], mixed.shape)
+    return new_top, run_total, tl.fma(wide, mixed, run_mixed * old[:, None])
+
+
+@triton.jit
+def _attend_tile(
+    q, key_base, value_base, pages_ptr, start, lowest, highest, low, end, cache_row, scale, top, totals, mixed,
+    page_stride, slot_stride, pages_stride, capacity, page_size,
+    DIM: tl.constexpr, BLOCK: tl.constexpr, PAGED: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    at = start + tl.arange(0, BLOCK)
+    stored = (at < highest) & (at >= lowest)
+    slot = (at % capacity).to(tl.int64)
+    page = cache_row
+    if PAGED:
+        page = tl.load(pages_ptr + cache_row * pages_stride + slot // page_size, mask=stored, other=0)
+        page = page.to(tl.int64)
+        slot = slot % page_size
+    offset = (page * page_stride + slot * slot_stride)[:, None] + tl.arange(0, DIM)[None, :]
+    k = tl.load(key_base + offset, mask=stored[:, None], other=0.0)
+    v = tl.load(value_base + offset, mask=stored[:, None], other=0.0)
+    if EXACT:
+        score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    else:
+        score = tl.dot(q, tl.trans(k)) * scale
+    visible = (at[None, :] < end[:, None]) & (at[None, :] >= low[:, None])
+    score = tl.where(visible, score, float("-inf"))
+    new_top = tl.maximum(top, tl.max(score, axis=1))
+    # A query that has seen no key yet stays at -inf: exp2(-inf - -inf) would be NaN.
+    peak = tl.where(new_top == float("-inf"), 0.0, new_top)
+    weight = tl.exp2(score - peak[:, None])
+    shrink = tl.exp2(top - peak)
+    # Weights are added up key by key, and across keys only at the end of a span.
+    totals = totals * shrink[:, None] + weight
+    if EXACT:
+        mixed = mixed * shrink[:, None] + tl.dot(weight.to(v.dtype), v, input_precision="ieee")
+    else:
+        mixed = mixed * shrink[:, None] + tl.dot(weight.to(v.dtype), v)
+    return new_top, totals, mixed
+
+
+@triton.jit
 def _attend(
-    q_ptr, cache_ptr, starts_ptr, rows_ptr, positions_ptr, ends_ptr, pages_ptr, mixed_ptr, stats_ptr,
-    scale, page_stride, head_stride, slot_stride, pages_stride, capacity, page_size, num_spans,
+    q_ptr, cache_ptr, starts_ptr, rows_ptr, positions_ptr, ends_ptr, pages_ptr, mixed_ptr, stats_ptr, out_ptr,
+    arrived_ptr, scale, page_stride, head_stride, slot_stride, pages_stride, capacity, page_size, num_spans,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, QUERIES: tl.constexpr, TILES: tl.constexpr,
-    PROGRAMS: tl.constexpr, SPAN: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr, PAGED: tl.constexpr,
-    EXACT: tl.constexpr, PDL: tl.constexpr,
+    PROGRAMS: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr, PAGED: tl.constexpr,
+    EXACT: tl.constexpr, JOIN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     ROWS: tl.constexpr = QUERIES // GROUP
-    HEADS: tl.constexpr = GROUP * KV_HEADS
     request = tl.program_id(0) // TILES
     head = tl.program_id(1)
     wait(PDL)
@@ -65,84 +146,115 @@ def _attend(
             low = tl.maximum(position - WINDOW + 1, 0)
         lowest = tl.min(tl.where(is_query, low, 2147483647), axis=0)
         highest = tl.max(end, axis=0)
-        slot_of_query = row * HEADS + (query % GROUP) * KV_HEADS + head
+        slot_of_query = row * (GROUP * KV_HEADS) + (query % GROUP) * KV_HEADS + head
         q = tl.load(q_ptr + slot_of_query[:, None] * DIM + dim[None, :], mask=is_query[:, None], other=0.0)
         q = q.to(cache_ptr.dtype.element_ty)
         cache_row = tl.load(rows_ptr + first).to(tl.int64)
         key_base = cache_ptr + head * head_stride
         value_base = key_base + KV_HEADS * head_stride
-        for span in range(lowest // SPAN + tl.program_id(2), tl.cdiv(highest, SPAN), PROGRAMS):
-            top = tl.full((QUERIES,), float("-inf"), tl.float32)
-            total = tl.zeros((QUERIES,), tl.float32)
-            mixed = tl.zeros((QUERIES, DIM), tl.float32)
-            for start in range(span * SPAN, tl.minimum(span * SPAN + SPAN, highest), BLOCK):
-                at = start + tl.arange(0, BLOCK)
-                stored = (at < highest) & (at >= lowest)
-                slot = (at % capacity).to(tl.int64)
-                page = cache_row
-                if PAGED:
-                    page = tl.load(pages_ptr + cache_row * pages_stride + slot // page_size, mask=stored, other=0)
-                    page = page.to(tl.int64)
-                    slot = slot % page_size
-                offset = (page * page_stride + slot * slot_stride)[:, None] + dim[None, :]
-                k = tl.load(key_base + offset, mask=stored[:, None], other=0.0)
-                v = tl.load(value_base + offset, mask=stored[:, None], other=0.0)
-                if EXACT:
-                    score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-                else:
-                    score = tl.dot(q, tl.trans(k)) * scale
-                visible = (at[None, :] < end[:, None]) & (at[None, :] >= low[:, None])
-                score = tl.where(visible, score, float("-inf"))
-                new_top = tl.maximum(top, tl.max(score, axis=1))
-                # A query that has seen no key yet stays at -inf: exp2(-inf - -inf) would be NaN.
-                peak = tl.where(new_top == float("-inf"), 0.0, new_top)
-                weight = tl.exp2(score - peak[:, None])
-                shrink = tl.exp2(top - peak)
-                total = total * shrink + tl.sum(weight, axis=1)
-                if EXACT:
-                    mixed = mixed * shrink[:, None] + tl.dot(weight.to(v.dtype), v, input_precision="ieee")
-                else:
-                    mixed = mixed * shrink[:, None] + tl.dot(weight.to(v.dtype), v)
-                top = new_top
-            part = slot_of_query * num_spans + span
-            tl.store(mixed_ptr + part[:, None] * DIM + dim[None, :], mixed, mask=is_query[:, None])
-            tl.store(stats_ptr + part * 2, top, mask=is_query)
-            tl.store(stats_ptr + part * 2 + 1, total, mask=is_query)
+        first_span = _span_of(lowest, UNIT)
+        last_span = _span_of(tl.maximum(highest - 1, lowest), UNIT)
+        top = tl.full((QUERIES,), float("-inf"), tl.float32)
+        totals = tl.zeros((QUERIES, BLOCK), tl.float32)
+        mixed = tl.zeros((QUERIES, DIM), tl.float32)
+        to = out_ptr + slot_of_query[:, None] * DIM + dim[None, :]
+        if JOIN == 0:
+            # One loop over all tiles, so that the loads of a span are under way before the one before it ends.
+            run_top, run_total, run_mixed = top, tl.zeros((QUERIES,), tl.float32), mixed
+            span = first_span
+            span_end = _start_of(span + 1, UNIT)
+            for start in range(_start_of(first_span, UNIT), highest, BLOCK):
+                top, totals, mixed = _attend_tile(
+                    q, key_base, value_base, pages_ptr, start, lowest, highest, low, end, cache_row, scale, top,
+                    totals, mixed, page_stride, slot_stride, pages_stride, capacity, page_size, DIM, BLOCK, PAGED,
+                    EXACT,
+                )  # fmt: skip
+                if (start + BLOCK >= span_end) | (start + BLOCK >= highest):
+                    run_top, run_total, run_mixed = _fold(
+                        run_top, run_total, run_mixed, top, tl.sum(totals, axis=1), mixed
+                    )
+                    top = tl.full((QUERIES,), float("-inf"), tl.float32)
+                    totals = tl.zeros((QUERIES, BLOCK), tl.float32)
+                    mixed = tl.zeros((QUERIES, DIM), tl.float32)
+                    span += 1
+                    span_end = _start_of(span + 1, UNIT)
+            tl.store(to, (run_mixed / run_total[:, None]).to(out_ptr.dtype.element_ty), mask=is_query[:, None])
+        else:
+            for back in range(tl.program_id(2), last_span - first_span + 1, PROGRAMS):
+                span = last_span - back
+                top = tl.full((QUERIES,), float("-inf"), tl.float32)
+                totals = tl.zeros((QUERIES, BLOCK), tl.float32)
+                mixed = tl.zeros((QUERIES, DIM), tl.float32)
+                for start in range(_start_of(span, UNIT), tl.minimum(_start_of(span + 1, UNIT), highest), BLOCK):
+                    top, totals, mixed = _attend_tile(
+                        q, key_base, value_base, pages_ptr, start, lowest, highest, low, end, cache_row, scale, top,
+                        totals, mixed, page_stride, slot_stride, pages_stride, capacity, page_size, DIM, BLOCK, PAGED,
+                        EXACT,
+                    )  # fmt: skip
+                part = slot_of_query * num_spans + span
+                tl.store(mixed_ptr + part[:, None] * DIM + dim[None, :], mixed, mask=is_query[:, None])
+                tl.store(stats_ptr + part * 2, top, mask=is_query)
+                tl.store(stats_ptr + part * 2 + 1, tl.sum(totals, axis=1), mask=is_query)
+            if JOIN == 1:
+                working = tl.minimum(last_span - first_span + 1, PROGRAMS)
+                if tl.program_id(2) < working:
+                    # What all threads wrote comes before the arrival, and is seen by whoever counts it.
+                    tl.debug_barrier()
+                    arrived = arrived_ptr + tl.program_id(0) * KV_HEADS + head
+                    if tl.atomic_add(arrived, 1, sem="acq_rel") == working - 1:
+                        tl.debug_barrier()
+                        tl.store(arrived, 0)
+                        base = slot_of_query * num_spans
+                        mixed, total = _joined(
+                            mixed_ptr, stats_ptr, base, is_query, dim, first_span, last_span, DIM, QUERIES, 4
+                        )
+                        tl.store(to, (mixed / total[:, None]).to(out_ptr.dtype.element_ty), mask=is_query[:, None])
+
+
+@triton.jit
+def _joined(
+    mixed_ptr, stats_ptr, base, is_row, dim, first_span, last_span,
+    DIM: tl.constexpr, ROWS: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    # The fold of rows of spans; spans that a row does not see are empty. AHEAD loads are under way at a time.
+    run_top = tl.full((ROWS,), float("-inf"), tl.float32)
+    run_total = tl.zeros((ROWS,), tl.float32)
+    run_mixed = tl.zeros((ROWS, dim.shape[0]), tl.float32)
+    for start in range(first_span, last_span + 1, AHEAD):
+        for step in tl.static_range(AHEAD):
+            part = base + start + step
+            is_part = is_row & (start + step <= last_span)
+            # Other programs wrote these: not from the cache of this multiprocessor.
+            top = tl.load(stats_ptr + part * 2, mask=is_part, other=float("-inf"), cache_modifier=".cg")
+            total = tl.load(stats_ptr + part * 2 + 1, mask=is_part, other=0.0, cache_modifier=".cg")
+            at = mixed_ptr + part[:, None] * DIM + dim[None, :]
+            mixed = tl.load(at, mask=is_part[:, None], other=0.0, cache_modifier=".cg")
+            run_top, run_total, run_mixed = _fold(run_top, run_total, run_mixed, top, total, mixed)
+    return run_mixed, run_total
 
 
 @triton.jit
 def _join_spans(
     mixed_ptr, stats_ptr, starts_ptr, positions_ptr, ends_ptr, out_ptr, num_requests, num_spans,
-    HEADS: tl.constexpr, DIM: tl.constexpr, SPAN: tl.constexpr, SPANS: tl.constexpr, BLOCK: tl.constexpr,
-    WINDOW: tl.constexpr, PDL: tl.constexpr,
+    HEADS: tl.constexpr, DIM: tl.constexpr, PIECE: tl.constexpr, UNIT: tl.constexpr, WINDOW: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     wait(PDL)
     if row < tl.load(starts_ptr + num_requests):
-        dim = tl.arange(0, DIM)
+        dim = tl.program_id(2) * PIECE + tl.arange(0, PIECE)
         end = tl.load(ends_ptr + row).to(tl.int32)
-        first = 0
+        low = end * 0
         if WINDOW > 0:
-            first = tl.maximum(tl.load(positions_ptr + row).to(tl.int32) - WINDOW + 1, 0) // SPAN
-        last = tl.cdiv(end, SPAN)
-        base = (row * HEADS + head) * num_spans
-        every = tl.arange(0, SPANS)
-        is_span = (every >= first) & (every < last)
-        peak = tl.max(tl.load(stats_ptr + (base + every) * 2, mask=is_span, other=float("-inf")), axis=0)
-        mixed = tl.zeros((DIM,), tl.float32)
-        total = 0.0
-        # Groups of spans begin at multiples of BLOCK whatever the window, so that their sums are the same.
-        for start in range(first // BLOCK * BLOCK, last, BLOCK):
-            span = start + tl.arange(0, BLOCK)
-            inside = (span >= first) & (span < last)
-            top = tl.load(stats_ptr + (base + span) * 2, mask=inside, other=float("-inf"))
-            share = tl.exp2(top - peak)
-            total += tl.sum(share * tl.load(stats_ptr + (base + span) * 2 + 1, mask=inside, other=0.0), axis=0)
-            part = tl.load(mixed_ptr + (base + span)[:, None] * DIM + dim[None, :], mask=inside[:, None], other=0.0)
-            mixed += tl.sum(share[:, None] * part, axis=0)
-        out = out_ptr + (row * HEADS + head) * DIM + dim
-        tl.store(out, (mixed / total).to(out_ptr.dtype.element_ty))
+            low = tl.maximum(tl.load(positions_ptr + row).to(tl.int32) - WINDOW + 1, 0)
+        base = (row * HEADS + head) * num_spans + tl.arange(0, 1)
+        mixed, total = _joined(
+            mixed_ptr, stats_ptr, base, tl.arange(0, 1) == 0, dim, _span_of(low, UNIT),
+            _span_of(tl.maximum(end - 1, low), UNIT), DIM, 1, 8,
+        )  # fmt: skip
+        out = out_ptr + (row * HEADS + head) * DIM + dim[None, :]
+        tl.store(out, (mixed / total[:, None]).to(out_ptr.dtype.element_ty))
 
 
 def launch_decode_attention(
@@ -160,7 +272,7 @@ def launch_decode_attention(
     tile: Tile | None = None,
 ) -> None:
     """See ``decode_attention``. ``tile`` stands in for the tuned one, for measuring."""
-    from sparkchat.kernels.attention import SPAN
+    from sparkchat.kernels.attention import UNIT
 
     num_rows, heads, dim = q.shape
     kv_heads, page_size = cache.shape[1] // 2, cache.shape[2]
@@ -169,23 +281,32 @@ def launch_decode_attention(
     is_exact = cache.dtype == torch.float32
     tile = tile or (EXACT_TILE if is_exact else HALF_TILE)
     requests, spans = starts.shape[0] - 1, workspace.mixed.shape[2]
-    tiles = -(-max_rows // (QUERIES // group))
-    programs = max(1, min(spans, _PROGRAMS // max(1, requests * tiles * kv_heads)))
+    rows_of_tile = QUERIES // group
+    tiles = -(-max_rows // rows_of_tile)
+    groups = requests * tiles * kv_heads
+    programs = 1 if groups >= tile.many_groups else max(1, min(spans, tile.programs // max(1, groups)))
+    join = _APART
+    if programs == 1:
+        join = _INSIDE
+    elif spans * min(max_rows, rows_of_tile) <= tile.joined_by_last and groups <= workspace.arrived.shape[0]:
+        join = _LAST
     launch(
         _attend, (requests * tiles, kv_heads, programs),
         q, cache, starts, rows, positions, ends, rows if pages is None else pages, workspace.mixed, workspace.stats,
-        dim**-0.5 * 1.4426950408889634, cache.stride(0), cache.stride(1), cache.stride(2),
+        out, workspace.arrived, dim**-0.5 * 1.4426950408889634, cache.stride(0), cache.stride(1), cache.stride(2),
         0 if pages is None else pages.stride(0),
         page_size if pages is None else pages.shape[1] * page_size, page_size, spans,
-        KV_HEADS=kv_heads, GROUP=group, DIM=dim, QUERIES=QUERIES, TILES=tiles, PROGRAMS=programs, SPAN=SPAN,
-        BLOCK=tile.keys, WINDOW=window or 0, PAGED=pages is not None, EXACT=is_exact,
+        KV_HEADS=kv_heads, GROUP=group, DIM=dim, QUERIES=QUERIES, TILES=tiles, PROGRAMS=programs, UNIT=UNIT,
+        BLOCK=tile.keys, WINDOW=window or 0, PAGED=pages is not None, EXACT=is_exact, JOIN=join,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
-    launch(
-        _join_spans, (num_rows, heads),
-        workspace.mixed, workspace.stats, starts, positions, ends, out, requests, spans,
-        HEADS=heads, DIM=dim, SPAN=SPAN, SPANS=power_of_two(spans), BLOCK=16, WINDOW=window or 0, num_warps=4,
-    )  # fmt: skip
+    if join == _APART:
+        piece = min(dim, _PIECE)
+        launch(
+            _join_spans, (num_rows, heads, dim // piece),
+            workspace.mixed, workspace.stats, starts, positions, ends, out, requests, spans,
+            HEADS=heads, DIM=dim, PIECE=piece, UNIT=UNIT, WINDOW=window or 0, num_warps=1,
+        )  # fmt: skip
 
 
 def _check(q: Tensor, cache: Tensor, out: Tensor, group: int) -> None:
