@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from cli.conftest import Cli
+from fixtures.deepseek_v4 import v4_config, write_json
 from fixtures.deepseek_v4_script import ANSWER, MARKERS, THOUGHT, WORDS, write_script_v4
 from sparkchat.deepseek_prompt import ASSISTANT, BOS, END_THINK, THINK, USER
 
@@ -66,3 +67,13 @@ def test_a_chat_shows_thinking_apart_and_goes_on(cli: Cli, folder_of: Callable[[
     assert done.out.count("".join(ANSWER)) == 2
     assert done.out.count("thinking ...") == 2
     assert "".join(THOUGHT) not in done.out and THINK not in done.out and END_THINK not in done.out
+
+
+def test_made_up_weights_run_over_two_ranks(cli: Cli, tmp_path: Path) -> None:
+    write_json(tmp_path / "config.json", v4_config(hc_sinkhorn_iters=2))
+    flags = ("--dummy-weights", "--tp", "2", "--mode", "static", "--max-tokens", "6", "--ignore-eos", "--json")
+    done = cli("run", tmp_path, *flags, "--prompt-ids", "5,6,7", *SMALL)
+    assert done.code == 0, done.err
+    assert len(done.json["token_ids"]) == 6
+    assert done.json["speculation"]["num_proposed_draft_tokens"] > 0
+    assert "the weights are random" in done.err
