@@ -13,6 +13,7 @@ from typing import Any
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 _overlaps = False
 _start: Callable[..., Any] | None = None
@@ -56,6 +57,15 @@ def wait(PDL: tl.constexpr):
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+
+
+def check_flat(*tensors: Tensor | None) -> None:
+    """Raise ValueError where a tensor that a kernel reads number after number does not lie so."""
+    for tensor in tensors:
+        if tensor is not None and not tensor.is_contiguous():
+            raise ValueError(
+                f"a kernel got a tensor {tuple(tensor.shape)} with strides {tensor.stride()}, not a flat one"
+            )
 
 
 def power_of_two(n: int) -> int:

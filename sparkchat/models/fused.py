@@ -64,6 +64,8 @@ class FusedStack:
         """x [N, d] float32, consumed -> hidden [N, d] after the final norm in the weights' dtype, and the raw outputs
         of the layers ``taps`` [N, len(taps) * d] in the same, -1 being x."""
         assert rows.starts is not None
+        # Kernels read number after number, where torch would follow strides.
+        assert all(numbers.is_contiguous() for numbers in (rows.positions, rows.cache_rows, rows.ends, rows.starts))
         shape, dtype = self._stack.shape, self._stack.layers[0].qkv.dtype
         count, d = x.shape
         features = torch.empty((count, len(taps), d), dtype=dtype, device=x.device) if taps else None

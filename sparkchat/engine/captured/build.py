@@ -51,12 +51,18 @@ def request_reason(state: RequestState) -> str | None:
 
 
 def build_decoder(
-    pair: LoadedPair, seats: int, block: int, stages: Stages | None = None, is_fused: bool | None = None
+    pair: LoadedPair,
+    seats: int,
+    block: int,
+    stages: Stages | None = None,
+    is_fused: bool | None = None,
+    overlaps: bool = False,
 ) -> CapturedDecoder:
     """A decoder for up to ``seats`` requests; takes all the storage of the pair's caches for good.
 
     ``stages`` None captures on a GPU and runs eagerly elsewhere. ``is_fused`` None takes the kernels of
     ``sparkchat.kernels`` on a GPU where they compute all that the pair needs, True insists, False takes torch's own.
+    ``overlaps``: captured kernels may start while the one before them ends (kernels/launch.py).
     """
     device = pair.device
     pair.cache.fill()
@@ -92,7 +98,7 @@ def build_decoder(
             chances=None if chances is None else numbers(chances),
         )
         if stages is None:
-            stages = GraphStages(device) if device.type == "cuda" else EagerStages()
+            stages = GraphStages(device, overlaps) if device.type == "cuda" else EagerStages()
         return CapturedDecoder(pair, seats, step, stages)
 
 

@@ -21,6 +21,7 @@ from sparkchat.kernels.accept import AcceptBuffers, accept_block
 from sparkchat.kernels.gemm import small_gemm
 from sparkchat.kernels.markov import MarkovBuffers, markov_block
 from sparkchat.kernels.sampling import DrawSettings, Laws, LawScratch
+from sparkchat.models.dspark.drafter import BlockWeights
 from sparkchat.models.fused import MOST_SMALL_ROWS
 from sparkchat.models.linear import PlainLinear
 
@@ -55,6 +56,8 @@ class FusedStep(CapturedStep):
     _scratch: LawScratch = field(init=False)
     _accepting: dict[tuple[int, int], AcceptBuffers] = field(init=False)
     _target_to_draft: Tensor | None = field(init=False)
+    _weights: BlockWeights | None = field(init=False)
+    """Of the drafter's heads, put together once: kernels may read weights before those ahead of them have ended"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -64,6 +67,7 @@ class FusedStep(CapturedStep):
         self._laws = Laws.empty(self._base.view(-1, vocab))
         self._scratch = LawScratch.empty(seats, vocab, device)
         self._accepting = {}
+        self._weights = None if drafter is None else drafter.block_weights
         table = self.pair.draft_index_of
         self._target_to_draft = None if table is None else table.int()
 
@@ -71,14 +75,17 @@ class FusedStep(CapturedStep):
     def draft(self, count: int, draws: Draws) -> None:
         drafter, g = self.pair.drafter, self.width
         assert drafter is not None
-        weights = drafter.block_weights
+        weights = self._weights
         assert weights is not None
         hidden = drafter.draft_rows(self._block_rows(count, drafter.config.mask_token_id), self.pair.draft_cache)
         base = self._base[:count]
         if hidden.shape[0] <= MOST_SMALL_ROWS:
-            small_gemm(hidden, weights.base.weight, base.view(count * g, -1), bias=weights.base.bias)
+            linear = weights.base
+            small_gemm(
+                hidden.to(linear.dtype), linear.weight, base.view(count * g, -1), scales=linear.scales, bias=linear.bias
+            )
         else:
-            base.view(count * g, -1).copy_(weights.base(hidden))
+            base.view(count * g, -1).copy_(weights.base(hidden.to(weights.base.dtype)))
         markov_block(
             base,
             weights.w1,

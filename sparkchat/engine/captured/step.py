@@ -98,14 +98,15 @@ class CapturedStep:
 
     def _block_rows(self, count: int, mask: int) -> RowBatch:
         """[anchor, mask, ...] of every request; rows of a block see its drafted length of it."""
-        seats, shape = self.seats, (count, self.width)
+        seats = self.seats
         place = torch.arange(self.width, device=seats.anchor.device)
         start, drafted = seats.kv_len[:count, None], self.inputs.whole(count)[0][:, None]
         return RowBatch(
             token_ids=torch.where(place == 0, seats.anchor[:count, None], mask).flatten(),
             positions=(start + place).flatten(),
-            cache_rows=seats.draft_row[:count, None].expand(shape).flatten(),
-            ends=(start + drafted).clamp(min=1).expand(shape).flatten(),
+            # Repeated, not expanded: of one request, flattened, that stays a view of one number.
+            cache_rows=seats.draft_row[:count, None].repeat(1, self.width).flatten(),
+            ends=(start + drafted).clamp(min=1).repeat(1, self.width).flatten(),
             starts=torch.arange(count + 1, dtype=torch.int32, device=seats.anchor.device) * self.width,
         )
 

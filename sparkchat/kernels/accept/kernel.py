@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparkchat.kernels.launch import launch, power_of_two, wait
+from sparkchat.kernels.launch import check_flat, launch, power_of_two, wait
 from sparkchat.kernels.sampling import VOCAB_BLOCK, DrawSettings, Laws
 from sparkchat.kernels.sampling.kernel import (
     ROW_WARPS,
@@ -71,7 +71,8 @@ def _test_drafts(
     lens = 0
     if HAS_DRAFTS:
         lens = tl.minimum(tl.load(verify_lens_ptr + request), width)
-    lens = tl.where(count > 0, tl.maximum(lens, 0), 0)
+    # No more than there are rows for, whatever the plan says.
+    lens = tl.maximum(tl.minimum(lens, (count - 1).to(tl.int32)), 0)
     # Every row up to the last tested must be sound, and so must the one the next token may come from.
     peak = tl.load(peak_ptr + first + place, mask=(place <= lens) & (count > 0), other=0.0)
     damaged = tl.max((peak != peak).to(tl.int32), axis=0)
@@ -107,7 +108,7 @@ def _test_drafts(
         tl.store(p_target_ptr + at, tl.where(tested, p, nothing), mask=inside)
     taken = tl.minimum(full, lens)
     if HAS_CAPS:
-        taken = tl.minimum(taken, tl.load(caps_ptr + request))
+        taken = tl.maximum(tl.minimum(taken, tl.load(caps_ptr + request)), 0)
     tl.store(full_ptr + request, full)
     tl.store(accepted_ptr + request, taken)
     tl.store(tokens_ptr + request * (width + 1) + place, tl.where(place < taken, tokens, -1), mask=place <= width)
@@ -223,6 +224,7 @@ def _draw_next(
         if HAS_DRAFTS:  # noqa: SIM102
             if (tl.load(full_ptr + request) > taken) & (tl.load(damaged_ptr + request) == 0):
                 chosen = tl.load(drafts_ptr + request * width + taken)
+    chosen = tl.minimum(chosen, vocab - 1)
     tl.store(next_ptr + request, chosen)
     tl.store(tokens_ptr + request * (width + 1) + taken, chosen)
 
@@ -241,6 +243,7 @@ def launch_accept_block(
 ) -> None:
     """See ``accept_block``."""
     num_rows, vocab = logits.shape
+    check_flat(logits, starts, verify_lens, settings.temperature, drafts, draft_index, target_to_draft, caps)
     b, s, scratch, requests = buffers, settings, buffers.scratch, starts.shape[0] - 1
     num_blocks, width = scratch.block_max.shape[1], b.p_draft.shape[1]
     padded, max_blocks = power_of_two(requests), power_of_two(num_blocks)

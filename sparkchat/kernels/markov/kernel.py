@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparkchat.kernels.launch import launch, power_of_two, wait
+from sparkchat.kernels.launch import check_flat, launch, power_of_two, wait
 from sparkchat.kernels.sampling import VOCAB_BLOCK, DrawSettings
 from sparkchat.kernels.sampling.kernel import ROW_WARPS, chunk_of, divisor, draw_token, find_law, uniform
 
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from sparkchat.kernels.markov import MarkovBuffers
 
 LEAST_ROWS, MOST_ROWS = 16, 32
+LEAST_STEP = 16
+"""Ranks that are summed at a time: a matrix instruction takes no fewer, and what is beyond the rank is zero."""
 
 
 @triton.jit
@@ -89,6 +91,8 @@ def _draw_draft(
                 z_ptr, sum_ptr, entries_ptr, vocab, num_blocks, peak, temperature, least, last_tie, count, u,
                 MAX_BLOCKS, WIDTH,
             )  # fmt: skip
+    # Whatever happened, an id is one of the vocabulary: others use it as an address.
+    token = tl.minimum(tl.maximum(token, 0), vocab - 1)
     at = request * width + place
     tl.store(index_ptr + at, token.to(tl.int64))
     target = token.to(tl.int64)
@@ -141,6 +145,7 @@ def launch_markov_block(
 ) -> None:
     """See ``markov_block``."""
     requests, width, vocab = base.shape
+    check_flat(base, w1, w2, anchors, settings.temperature, buffers.tokens, buffers.index, draft_to_target)
     scratch, laws, has_head = buffers.scratch, buffers.laws, w1 is not None and w2 is not None
     num_blocks = scratch.block_max.shape[1]
     rank = w2.shape[1] if w2 is not None else 16
@@ -153,8 +158,8 @@ def launch_markov_block(
             _add_bias, (num_blocks, -(-requests // rows)),
             base[:, k], base if w1 is None else w1, base if w2 is None else w2, previous, s.temperature,
             scratch.block_max, scratch.block_sum, requests, vocab, base.stride(0), previous.stride(0), num_blocks,
-            RANK=rank, ROWS=rows, WIDTH=VOCAB_BLOCK, STEP=min(128, power_of_two(rank)), HAS_HEAD=has_head,
-            EXACT=exact, num_warps=4, num_stages=1 if exact else 3,
+            RANK=rank, ROWS=rows, WIDTH=VOCAB_BLOCK, STEP=max(LEAST_STEP, min(128, power_of_two(rank))),
+            HAS_HEAD=has_head, EXACT=exact, num_warps=4, num_stages=1 if exact else 3,
         )  # fmt: skip
         launch(
             _draw_draft, (requests,),
