@@ -10,6 +10,7 @@ import struct
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,6 +89,14 @@ def main(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) ->
 
     yield run
     signal.signal(signal.SIGTERM, before)
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 60.0) -> None:
+    """Fail when it does not come true."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "what was waited for never came"
+        time.sleep(0.02)
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from cli.conftest import Cli, child_environment, command, model_files
+from cli.conftest import Cli, child_environment, command, model_files, wait_for
 from cli.mock_hub import GOOD_TOKEN, Hub, Repo, start_hub
 from cli.test_hub import parts, pulled
 from sparkchat.catalog import parse_hub_name
@@ -225,8 +225,7 @@ def test_caches_of_their_own_with_one_hub_cache_share_the_work(hub: Hub, tmp_pat
         )
 
     first = start("one")
-    while not hub.ranges("config.json"):
-        time.sleep(0.02)
+    wait_for(lambda: hub.ranges("config.json"))
     second = start("two")
     assert "another sparkchat is fetching" in second.stderr.readline()
     refused = subprocess.run(

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from cli.conftest import Cli, child_environment, command, model_files, safetensors_bytes
+from cli.conftest import Cli, child_environment, command, model_files, safetensors_bytes, wait_for
 from cli.mock_hub import GOOD_TOKEN, Hub, Repo, sha256
 
 BAD_TOKEN = "hf_badbadbadbadbadbadbadbadbadbadbad"
@@ -144,8 +144,7 @@ def test_two_processes_share_the_work(hub: Hub) -> None:
         )
 
     first = start()
-    while not hub.ranges("config.json"):
-        time.sleep(0.02)
+    wait_for(lambda: hub.ranges("config.json"))
     second = start()
     assert "another sparkchat is fetching" in second.stderr.readline()
     hold.set()

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from cli.conftest import Cli, child_environment, command
+from cli.conftest import Cli, child_environment, command, wait_for
 from sparkchat import package_index, store
 from sparkchat.errors import NotEnoughDisk, SparkchatError
 from sparkchat.paths import user_paths
@@ -183,8 +183,7 @@ def test_two_processes_share_one_fetch(tiny: str, index: Path, tmp_path: Path, s
         )
 
     first = start()
-    while not count.exists():
-        time.sleep(0.02)
+    wait_for(count.exists)
     second = start()
     while "another sparkchat is fetching" not in (line := second.stderr.readline()):
         assert line, "the second process never said that it waits"
