@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 import numpy as np
 
@@ -72,11 +73,11 @@ def choose_budget(
     ``older`` holds the same requests' survivals of rounds before: the best budget is that of the mean over all of them.
     Of equally good budgets the smallest is taken. Without a cost table everything is verified.
     """
-    pooled = [sorted((value for alive in one for value in alive), reverse=True) for one in (stale, *older)]
+    pooled = [np.sort(np.fromiter(chain.from_iterable(one), dtype=np.float64))[::-1] for one in (stale, *older)]
     if cost is None:
         return Budget(len(pooled[0]), None, None)
     rows, tokens = len(stale) + extra_rows, len(stale) + extra_tokens
-    gained = np.cumsum(np.asarray(pooled, dtype=np.float64).mean(axis=0))
+    gained = np.cumsum(np.mean(pooled, axis=0))
     times = cost.times(rows, 1 + len(gained))
     thetas = (tokens + np.concatenate([[0.0], gained])) / times
     best = int(np.argmax(thetas))

@@ -40,6 +40,8 @@ def test_what_is_no_object_is_said(line: bytes, words: str) -> None:
 
 
 def test_a_line_takes_the_runs_options_where_it_gives_none() -> None:
+    capped = request(prompt="hi", mode="cap-accept", accept_cap=3, draft_temperature="adaptive")
+    assert (capped.accept_cap, capped.draft_temperature) == (3, "adaptive")
     made = request(prompt="hi", top_k=4, stop="END", logit_bias={"5": -1.5}, mode="compact", block_size=2)
     assert (made.id, made.prompt, made.system, made.think) == ("r1", "hi", "be brief", True)
     assert (made.sampling.temperature, made.sampling.top_k, made.sampling.stop) == (0.5, 4, ("END",))
@@ -78,6 +80,9 @@ def test_messages_and_ids() -> None:
         ({"prompt": "a", "mode": "fast"}, "off, static, compact, cap-accept"),
         ({"prompt": "a", "block_size": 0}, "block_size 0"),
         ({"prompt": "a", "block_size": "3"}, "block_size"),
+        ({"prompt": "a", "accept_cap": 0}, "accept_cap 0"),
+        ({"prompt": "a", "accept_cap": 1.5}, "accept_cap"),
+        ({"prompt": "a", "draft_temperature": "hot"}, "draft_temperature"),
         ({"prompt": "a", "stop": [""]}, "stop"),
         ({"prompt": "a", "stop": [3]}, "stop"),
         ({"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias"),
