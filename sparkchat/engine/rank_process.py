@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from sparkchat.engine.ranks import join_group, out_of_memory
@@ -119,8 +120,9 @@ def _follow(channel: Channel) -> None:
     group = join_group(Path(join["store"]), join["rank"], join["size"], device)
     follower = Follower(group, device, channel.commands.get())
     channel.send({"event": "loaded"})
-    while True:
-        follower.obey(channel.commands.get())
+    while (command := channel.commands.get())["op"] != "leave":
+        follower.obey(command)
+    dist.destroy_process_group()
 
 
 def main() -> None:

@@ -19,7 +19,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -34,7 +34,7 @@ from sparkchat.models.parallel import ProcessGroup
 from sparkchat.strict_json import dumps, loads
 
 _PROGRAM = "from sparkchat.engine.rank_process import main; main()"
-_CLOSE_SECONDS = 2.0
+_CLOSE_SECONDS = 5.0
 _LOST_SECONDS = 5.0
 """A failed collective is known before the end of its process is; how long to wait for the better reason."""
 _LOOPBACK = "lo"
@@ -107,6 +107,14 @@ class Team:
         """End the other ranks and leave the group."""
         self._is_closing = True
         for member in self._members:
+            with suppress(SparkchatError):
+                self._write(member, {"op": "leave"})
+        if dist.is_initialized():
+            # Leaving is something that ranks do together, and one that has gone would be waited for.
+            leaving = threading.Thread(target=dist.destroy_process_group, name="leave", daemon=True)
+            leaving.start()
+            leaving.join(_CLOSE_SECONDS)
+        for member in self._members:
             os.close(member.commands)
         deadline = time.monotonic() + _CLOSE_SECONDS
         for member in self._members:
@@ -117,8 +125,6 @@ class Team:
                 member.process.wait()
             member.log.close()
         self._members = []
-        if dist.is_initialized():
-            dist.destroy_process_group()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     @property
@@ -180,7 +186,8 @@ class Team:
             while data:
                 data = data[os.write(member.commands, data) :]
         except BrokenPipeError:
-            self._lost.wait(_LOST_SECONDS)
+            if not self._is_closing:
+                self._lost.wait(_LOST_SECONDS)
             raise self._reason(member.rank, None) from None
 
 
