@@ -76,8 +76,9 @@ def _equality(run: EngineRun, off: Arm, plain: Sequence[dict[str, Any]], results
 
 
 def _margin(run: EngineRun, off: Arm, plain: dict[str, Any], place: int, other: int) -> float | None:
-    """By how much plain decoding prefers its own token to ``other``; None where that is not among the likeliest."""
-    if run.info["dtype"] == "float32":
+    """By how much plain decoding prefers its own token to ``other``; None where that is not among the likeliest, and
+    where rounding is no excuse or cannot be looked into."""
+    if run.info["dtype"] == "float32" or run.info["chat_template"] == "none":
         return None
     exact = (*plain["prompt_token_ids"], *plain["token_ids"][:place])
     request = GenerateRequest(

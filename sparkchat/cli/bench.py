@@ -117,9 +117,8 @@ def _measured(
     with engine_run(config.spec, say) as run:
         arms = chosen_arms(names, possible_arms(_kind(config), run.info["heads"]["confidence"], run.info["block_size"]))
         most = max(prompts, counts[-1])
-        # Random weights come without a tokenizer.
-        is_dummy = config.spec.dummy_weights
-        chats = meaningless_chats(most, run.info["vocab_size"]) if is_dummy else held_out_chats(most)
+        has_text = run.info["chat_template"] != "none"  # random weights come without a tokenizer
+        chats = held_out_chats(most) if has_text else meaningless_chats(most, run.info["vocab_size"])
         sampling = replace(config.sampling, max_tokens=tokens, min_tokens=0, stop=(), ignore_eos=True)
         is_comparable = config.spec.simulate_acceptance is None
         for arm in arms:  # the first answers load, compile and measure what later ones find ready

@@ -67,7 +67,7 @@ class FakeRun:
     """Answers at once. ``tokens`` gives those of a request by arm and prompt number."""
 
     def __init__(self, tokens: Callable[[str, int], list[int]], dtype: str = "bfloat16", margin: float = 1.0) -> None:
-        self.info = {"dtype": dtype}
+        self.info = {"dtype": dtype, "chat_template": "checkpoint"}
         self.tokens, self.margin = tokens, margin
         self.asked: list[GenerateRequest] = []
         self.table: list[bool] = []
