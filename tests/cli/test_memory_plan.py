@@ -133,7 +133,7 @@ print(after - before)
 """
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
 def test_the_weights_of_the_plan_are_those_that_loading_takes(dtype: str, tmp_path: Path) -> None:
     """Table and raw head lie in the mapped file; everything else is memory of the process."""
     folder = tmp_path / "dense"
