@@ -65,6 +65,10 @@ def tune(
             f"{config.spec.name} has nothing to tune: {config.reason_off or 'it has no drafter'}; give --drafter PATH"
         )
     wants_sts, wants_cost = sts or not cost, cost or not sts
+    if wants_cost and config.spec.cost_table is not None:
+        note("the profile has a cost table for this device, which wins over what is measured now")
+    if wants_sts and config.spec.temperatures is not None:
+        note("your profile has confidence temperatures, which win over what is fitted now")
     blocks = read_blocks(files) if files and wants_sts else None
     config = replace(config, spec=replace(config.spec, mode="static", concurrency=concurrency))
     report: dict[str, Any] = {"model": config.spec.name, "drafter": Path(config.spec.drafter_path or "").name}

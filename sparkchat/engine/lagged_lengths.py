@@ -47,7 +47,7 @@ def choose_budgets(
     for i, (state, intent) in enumerate(zip(states, intents, strict=True)):
         cap = own_cap(state, intent)
         if cap is not None:
-            own[i] = Budget(cap, None, None)
+            own[i] = Budget(cap, None, None, is_planned=False)
         elif is_planned(state, intent) and (state.is_reproducible or intent.floor):
             cost = costs_of([state], pair)
             newest, *older = stale_of([i])
@@ -96,7 +96,7 @@ def lengths_of(intent: StepIntent, planned: int | None, budget: Budget | None) -
     return StepLengths(
         verify_len=intent.draft_len if is_cap else planned,
         cap=planned if is_cap else None,
-        budget=budget.drafts,
+        budget=budget.drafts if budget.is_planned else None,
         predicted_ms=budget.predicted_ms,
         predicted_theta=budget.predicted_theta,
         plain_theta=budget.plain_theta,

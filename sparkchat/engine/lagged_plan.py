@@ -59,6 +59,8 @@ class Budget:
     """Tokens per second of the batch under the stale confidences."""
     plain_theta: float | None = None
     """The same without drafting; None when not measured."""
+    is_planned: bool = True
+    """False for a cap of the user's own."""
 
 
 def choose_budget(

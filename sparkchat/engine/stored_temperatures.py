@@ -32,8 +32,8 @@ def temperatures_of(
     spec: LoadSpec, device: torch.device, block: int
 ) -> tuple[tuple[float, ...] | None, str, str | None]:
     """(temperatures, where they are from, notice). Stored or shipped ones are stretched to ``block`` drafts."""
-    if spec.simulate_acceptance is not None:
-        return None, "none", None  # chances need no calibration
+    if spec.simulate_acceptance is not None or spec.dummy_weights:
+        return None, "none", None  # chances need no calibration, and random weights are not told apart by files
     if spec.temperatures is not None:
         return spec.temperatures, "profile", None
     folder, notice = temperatures_folder(spec), None

@@ -13,9 +13,12 @@ from sparkchat.engine import shortlist
 from sparkchat.errors import UsageError
 
 
-@pytest.mark.parametrize("cap", [1, 2, 5, 9])
-def test_a_cap_of_the_users_own_bounds_what_a_step_commits(cap: int, mix_folders: dict[str, Path]) -> None:
-    opened = open_runner(mix_folders["target"], mix_folders["oracle"])
+@pytest.mark.parametrize(("cap", "graphs"), [(1, None), (2, None), (5, None), (9, None), (2, True)])
+def test_a_cap_of_the_users_own_bounds_what_a_step_commits(
+    cap: int, graphs: bool | None, mix_folders: dict[str, Path]
+) -> None:
+    """Also in steps of the captured form."""
+    opened = open_runner(mix_folders["target"], mix_folders["oracle"], graphs=graphs)
     line = {"prompt_ids": [301, 302], "max_tokens": 60, "ignore_eos": True}
     plain, capped, other = opened.watch(
         [{**line, "mode": "off"}, {**line, "mode": "cap-accept", "accept_cap": cap}, {**line, "mode": "cap-accept"}]
