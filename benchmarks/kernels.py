@@ -34,13 +34,15 @@ import triton.language as tl
 from torch import Tensor
 
 from sparkchat.kernels.accept import AcceptBuffers
+from sparkchat.kernels.accept import kernel as accept_kernel
 from sparkchat.kernels.accept.kernel import launch_accept_block
 from sparkchat.kernels.attention import attention_workspace
-from sparkchat.kernels.attention.kernel import Tile, launch_decode_attention
+from sparkchat.kernels.attention.kernel import HALF_TILE, Tile, launch_decode_attention
 from sparkchat.kernels.gemm.kernel import launch_small_gemm
 from sparkchat.kernels.gemm.plan import Plan, plan_of
 from sparkchat.kernels.launch import overlap, started_by
 from sparkchat.kernels.markov import MarkovBuffers
+from sparkchat.kernels.markov import kernel as markov_kernel
 from sparkchat.kernels.markov.kernel import launch_markov_block
 from sparkchat.kernels.norm.kernel import launch_add_rms_norm
 from sparkchat.kernels.planner.kernel import launch_plan_lengths
@@ -98,8 +100,7 @@ PRODUCTS = (
     ("down", D, INTER, "partials"),
     ("head", VOCAB, D, "none"),
 )
-TILES = ((64, 128, 3, 4), (64, 128, 4, 4), (64, 128, 5, 4), (64, 256, 3, 4), (64, 64, 8, 4), (128, 128, 3, 4),
-         (128, 128, 4, 8))  # fmt: skip
+TILES = ((64, 128, 3, 4), (64, 128, 4, 4), (64, 128, 5, 4), (128, 128, 4, 8))
 """Outputs, inputs of a tile, stages, warps."""
 
 
@@ -156,10 +157,12 @@ def fp8_cases(make: Maker) -> Iterator[Case]:
         up = torch.empty(rows, n // 2, dtype=HALF, device=make.device)
         used = plan_of(weights[0], epilogue)
         variants: dict[str, Run] = {}
-        for block_out, stages, warps in ((64, 5, 4), (64, 4, 4), (64, 7, 4), (128, 4, 8), (64, 3, 4)):
-            plan = replace(used, block_out=block_out, stages=stages, warps=warps)
+        for block_out, stages, warps, fast in ((64, 3, 4, True), (64, 3, 4, False), (64, 4, 4, True), (64, 5, 4, True),
+                                               (64, 3, 8, True), (128, 4, 8, True)):  # fmt: skip
+            plan = replace(used, block_out=block_out, stages=stages, warps=warps, fast_codes=fast)
             out = up if epilogue == "silu_mul" else outs[: plan.splits]
-            variants[f"{block_out}x128 split {plan.splits} stages {stages} warps {warps}"] = (
+            how = "shifts" if fast else "conversion"
+            variants[f"{block_out}x128 split {plan.splits} stages {stages} warps {warps} {how}"] = (
                 lambda i, plan=plan, out=out, weights=weights, scales=scales, x=x, epilogue=epilogue: launch_small_gemm(
                     x, weights[i], out, scales, None, epilogue, plan
                 )
@@ -169,11 +172,29 @@ def fp8_cases(make: Maker) -> Iterator[Case]:
 
 # Attention, norm, rope
 
-KEY_TILES = (Tile(64, 4, 3), Tile(64, 4, 2), Tile(64, 4, 4), Tile(128, 4, 2), Tile(128, 8, 2), Tile(32, 4, 5))
+KEY_TILES = {
+    "used": HALF_TILE,
+    "stages 2": replace(HALF_TILE, stages=2),
+    "stages 4": replace(HALF_TILE, stages=4),
+    "32 keys stages 5": replace(HALF_TILE, keys=32, stages=5),
+    "8 warps": replace(HALF_TILE, warps=8),
+    "264 programs": replace(HALF_TILE, programs=264),
+    "a second launch folds": replace(HALF_TILE, joined_by_last=0, many_groups=1 << 30),
+    "the last folds": replace(HALF_TILE, joined_by_last=1 << 30, many_groups=1 << 30),
+    "one program folds": replace(HALF_TILE, many_groups=1),
+}
 
 
 def attention_cases(make: Maker) -> Iterator[Case]:
-    for requests, context, rows in ((1, 1024, 1), (1, 1024, 8), (1, 32768, 1), (1, 32768, 8), (32, 1024, 8)):
+    for requests, context, rows in (
+        (1, 1024, 1),
+        (1, 1024, 8),
+        (1, 32768, 1),
+        (1, 32768, 8),
+        (8, 1024, 8),
+        (32, 1024, 1),
+        (32, 1024, 8),
+    ):
         size = requests * context * 2 * KV * DIM * 2
         count = make.sets(size)
         capacity = context + 256
@@ -190,7 +211,12 @@ def attention_cases(make: Maker) -> Iterator[Case]:
             q, starts, row, at, ends, out, space = fixed
             launch_decode_attention(q, caches[i], starts, row, at, ends, out, space, rows, None, None, tile)
 
-        variants = {f"{t.keys} keys warps {t.warps} stages {t.stages}": partial(attend, tile=t) for t in KEY_TILES}
+        variants = {
+            label: partial(attend, tile=tile)
+            for label, tile in KEY_TILES.items()
+            # One program a group at 32k keys takes a millisecond.
+            if tile.many_groups > 1 or context < 4096
+        }
 
         def peer(i: int, q=q, caches=caches, requests=requests, rows=rows, context=context) -> None:
             keys, values = caches[i][:, :KV, :context], caches[i][:, KV:, :context]
@@ -222,7 +248,9 @@ def small_cases(make: Maker) -> Iterator[Case]:
 
 # Sampling, acceptance, plan
 
-LAWS = {"greedy": (0.0, 0, 1.0), "T 1": (1.0, 0, 1.0), "T .7 k 20 p .8": (0.7, 20, 0.8), "T 1 p .95": (1.0, 0, 0.95)}
+LAWS = {"greedy": (0.0, 0, 1.0), "T 1": (1.0, 0, 1.0), "T .7 k 20 p .8": (0.7, 20, 0.8), "T 1 p .95": (1.0, 0, 0.95),
+        "T .3 p .95": (0.3, 0, 0.95)}  # fmt: skip
+"""On the logits below the last keeps a few dozen tokens, as a trained model's law does, the one before 36,000."""
 
 
 def settings_of(make: Maker, requests: int, law: tuple[float, int, float]) -> DrawSettings:
@@ -242,6 +270,20 @@ def logits_of(make: Maker, *shape: int) -> Tensor:
     return logits
 
 
+def with_row_warps(run: Run) -> dict[str, Run]:
+    """The program that finds a law with as many warps as it has, and with fewer."""
+
+    def run_with(i: int, warps: int) -> None:
+        before = markov_kernel.ROW_WARPS
+        markov_kernel.ROW_WARPS = accept_kernel.ROW_WARPS = warps
+        try:
+            run(i)
+        finally:
+            markov_kernel.ROW_WARPS = accept_kernel.ROW_WARPS = before
+
+    return {"used": run, "8 warps a row": partial(run_with, warps=8)}
+
+
 def sampling_cases(make: Maker) -> Iterator[Case]:
     width = 7
     w1, w2 = make.half(VOCAB, RANK), make.half(VOCAB, RANK)
@@ -256,14 +298,16 @@ def sampling_cases(make: Maker) -> Iterator[Case]:
             settings = settings_of(make, requests, LAWS[name])
             yield Case(
                 f"markov block {requests}x{width}, {name}", width * (VOCAB * RANK * 2 + 4 * requests * VOCAB), 1,
-                {"used": lambda i, base=base, anchors=anchors, settings=settings, block=block: launch_markov_block(
-                    base, w1, w2, anchors, settings, block, None, None, None)},
+                with_row_warps(
+                    lambda i, base=base, anchors=anchors, settings=settings, block=block: launch_markov_block(
+                        base, w1, w2, anchors, settings, block, None, None, None)),
             )  # fmt: skip
             yield Case(
                 f"accept {requests}x{width}, {name}", 4 * rows * VOCAB, 1,
-                {"used": lambda i, logits=logits, starts=starts, lens=lens, settings=settings, buffers=buffers,
-                 block=block: launch_accept_block(logits, starts, lens, settings, buffers, block.tokens, block.laws,
-                                                  block.index, None, None)},
+                with_row_warps(
+                    lambda i, logits=logits, starts=starts, lens=lens, settings=settings, buffers=buffers,
+                    block=block: launch_accept_block(logits, starts, lens, settings, buffers, block.tokens, block.laws,
+                                                     block.index, None, None)),
             )  # fmt: skip
     for requests in (1, 32, 256):
         confidence, scale = make.floats(requests, width), torch.ones(width, device=make.device)
@@ -344,7 +388,7 @@ def time_steps(report: dict[str, Any], bandwidth: float) -> None:
     for rows in (1, 8):
         step = Step(make, rows)
         kinds = [("no overlap", None, ALL_PARTS), *((f"prefetch {n}", n, ALL_PARTS) for n in PREFETCHES)]
-        kinds += [(f"prefetch 1024, {without}", 1024, parts) for without, parts in (
+        kinds += [(f"prefetch 512, {without}", 512, parts) for without, parts in (
             ("products only", "p"), ("no products", "nwa"), ("no norms", "pwa"), ("no writes", "pna"),
             ("no attention", "pnw"))]  # fmt: skip
         kinds.append(("no overlap, products only", None, "p"))
@@ -410,7 +454,7 @@ GROUPS: dict[str, Callable[[Maker], Iterator[Case]]] = {
     "small": small_cases,
     "sampling": sampling_cases,
 }
-PREFETCHES = (0, 512, 1024, 2048, 4096)
+PREFETCHES = (0, 256, 512, 1024)
 
 
 def prepare(share: tuple[int, int, tuple[str, ...]]) -> int:

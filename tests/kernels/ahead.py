@@ -6,7 +6,11 @@ what it is, registers spilled, shared memory.
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -50,13 +54,23 @@ class Driver:
         return CPU
 
 
+def stack_of(ptx: str) -> int:
+    """Bytes a thread keeps in memory for want of registers."""
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as source:
+        source.write(ptx)
+        source.flush()
+        command = [triton.knobs.nvidia.ptxas.path, "-v", "-arch=sm_90a", source.name, "-o", os.devnull]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    return max(int(number) for number in re.findall(r"(\d+) bytes stack frame", said))
+
+
 def compile_only(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
     begin = time.perf_counter()
     compiled = kernel.warmup(*arguments, grid=grid, **options)
-    spills = [line for line in compiled.asm["ptx"].splitlines() if ".local" in line and "__local_depot" in line]
+    ptx = compiled.asm["ptx"]
     print(
-        f"{kernel.fn.__name__:20} grid {grid!s:18} shared {compiled.metadata.shared:7} stack {len(spills)}"
-        f" wgmma {compiled.asm['ptx'].count('wgmma.mma_async')} {time.perf_counter() - begin:.1f} s",
+        f"{kernel.fn.__name__:20} grid {grid!s:18} shared {compiled.metadata.shared:7} stack {stack_of(ptx)}"
+        f" wgmma {ptx.count('wgmma.mma_async')} {time.perf_counter() - begin:.1f} s",
         flush=True,
     )
 

@@ -23,4 +23,7 @@ def test_all_kernels_compile(tmp_path: Path) -> None:
         "_add_bias", "_add_rms_norm", "_attend", "_draw_draft", "_draw_next", "_find_laws", "_join_spans", "_judge",
         "_plan", "_small_gemm", "_test_drafts", "_weigh_rest", "_write_qkv", "block_statistics",
     }  # fmt: skip
-    assert all("stack 0" in line for line in lines), done.stdout
+    # The search for thresholds keeps a few numbers in memory, of which it needs one between two passes.
+    few = {"_find_laws": 64, "_draw_draft": 64}
+    for line in lines:
+        assert int(line.split(" stack ")[1].split()[0]) <= few.get(line.split()[0], 0), line

@@ -1,5 +1,5 @@
 """Laws and draws on a GPU: statistics of blocks of the vocabulary, then one program per row that finds thresholds by
-bisection, not by sorting, among the few blocks that can hold what is kept.
+bisection, not by sorting: over the few blocks that can hold what is kept, until what is undecided fits in registers.
 """
 
 from __future__ import annotations
@@ -170,24 +170,86 @@ def _last_tie(
 
 
 @triton.jit
-def _nucleus(
-    z_ptr, entries_ptr, count, vocab, least, peak, temperature, need, CHUNK: tl.constexpr, WIDTH: tl.constexpr
+def _search(
+    z_ptr, near_ptr, entries_ptr, count, vocab, least, peak, temperature, target, BY_MASS: tl.constexpr,
+    MAX_BLOCKS: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr, ROOM: tl.constexpr,
 ):  # fmt: skip
-    # Threshold and last tied id of the smallest set that weighs ``need``.
+    """The highest bound from ``least`` on that listed tokens reach ``target`` with, in number or in mass.
+
+    Returns it (``least`` or the lowest listed logit if none does), how many tokens equal it, what those above weigh.
+    Passes over all listed tokens halve the range only until what lies in it fits into ROOM numbers at ``near_ptr``;
+    the rest of the search is in registers.
+    """
     low = _key(least)
     high = _key(peak) + 1
-    while high - low > 1:
+    number, whole = _at_least(z_ptr, entries_ptr, count, vocab, least, peak, temperature, CHUNK, WIDTH)
+    above_number = 0
+    above = 0.0
+    step = 0
+    while (number - above_number > ROOM) & (high - low > 1):
+        # Halves of the logits' range, and now and then of the floats within it, lest a crowd at zero take forever.
         middle = low + (high - low) // 2
-        _, mass = _at_least(z_ptr, entries_ptr, count, vocab, _unkey(middle), peak, temperature, CHUNK, WIDTH)
-        if mass >= need:
+        if (step % 4 < 3) & (least > float("-inf")):
+            middle = _key(0.5 * _unkey(low) + 0.5 * _unkey(high))
+            middle = tl.minimum(tl.maximum(middle, low + 1), high - 1)
+        here, mass = _at_least(z_ptr, entries_ptr, count, vocab, _unkey(middle), peak, temperature, CHUNK, WIDTH)
+        reached = here >= target
+        if BY_MASS:
+            reached = mass >= target
+        if reached:
             low = middle
+            number = here
         else:
             high = middle
-    # Bisection may end on a bound between two logits only if nothing reaches ``need``; then all are kept.
-    bound = _unkey(low)
-    above_number, above = _at_least(z_ptr, entries_ptr, count, vocab, _unkey(low + 1), peak, temperature, CHUNK, WIDTH)
-    number, _ = _at_least(z_ptr, entries_ptr, count, vocab, bound, peak, temperature, CHUNK, WIDTH)
-    ties = number - above_number
+            above_number = here
+            above = mass
+        step += 1
+    if high - low > 1:
+        near = 0
+        for first in range(0, count, CHUNK):
+            token, z = _tile(z_ptr, entries_ptr, first, count, vocab, CHUNK, WIDTH)
+            is_near = ((z >= _unkey(low)) & (z < _unkey(high)) & (z > float("-inf"))).to(tl.int32)
+            each = tl.sum(is_near, axis=1)
+            place = near + (tl.cumsum(each, axis=0) - each)[:, None] + tl.cumsum(is_near, axis=1) - 1
+            tl.store(near_ptr + place, z, mask=is_near > 0)
+            near += tl.sum(each, axis=0)
+        tl.debug_barrier()
+        index = tl.arange(0, MAX_BLOCKS)
+        close = tl.load(near_ptr + index, mask=index < near, other=float("-inf"))
+        tl.debug_barrier()
+        weight = tl.where(index < near, tl.exp((close - peak) / temperature), 0.0)
+        if near > 0:
+            low = tl.maximum(low, _key(tl.min(tl.where(index < near, close, float("inf")), axis=0)))
+            high = tl.minimum(high, _key(tl.max(close, axis=0)) + 1)
+        outside = above_number
+        outside_mass = above
+        while high - low > 1:
+            middle = low + (high - low) // 2
+            kept = (index < near) & (close >= _unkey(middle))
+            here = outside + tl.sum(kept.to(tl.int32), axis=0)
+            mass = outside_mass + tl.sum(tl.where(kept, weight, 0.0), axis=0)
+            reached = here >= target
+            if BY_MASS:
+                reached = mass >= target
+            if reached:
+                low = middle
+                number = here
+            else:
+                high = middle
+                above_number = here
+                above = mass
+    return _unkey(low), number - above_number, above
+
+
+@triton.jit
+def _nucleus(
+    z_ptr, near_ptr, entries_ptr, count, vocab, least, peak, temperature, need,
+    MAX_BLOCKS: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr, ROOM: tl.constexpr,
+):  # fmt: skip
+    # Threshold and last tied id of the smallest set that weighs ``need``.
+    bound, ties, above = _search(
+        z_ptr, near_ptr, entries_ptr, count, vocab, least, peak, temperature, need, True, MAX_BLOCKS, CHUNK, WIDTH, ROOM
+    )
     room = tl.maximum(tl.ceil((need - above) / tl.exp((bound - peak) / temperature)), 1.0)
     last = 2147483647
     if room < ties:
@@ -200,10 +262,12 @@ def find_law(
     z_ptr, max_ptr, sum_ptr, entries_ptr, vocab, num_blocks, raw_temperature, top_k, top_p, min_p,
     MAX_BLOCKS: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """The law of one row from its block statistics, which are replaced by the masses of the listed blocks.
+    """The law of one row from its block statistics. Their sums are replaced by the masses of the listed blocks, their
+    maxima make room for logits near a threshold.
 
     Returns peak, temperature, least, last_tie, total, and how many blocks are listed (-1: all, in order).
     """
+    ROOM: tl.constexpr = MAX_BLOCKS // 2
     block = tl.arange(0, MAX_BLOCKS)
     is_block = block < num_blocks
     block_max = tl.load(max_ptr + block, mask=is_block, other=float("-inf"))
@@ -244,24 +308,17 @@ def find_law(
             tl.debug_barrier()
             least = bound
             if has_k:
-                low = _key(bound)
-                high = _key(peak) + 1
-                while high - low > 1:
-                    middle = low + (high - low) // 2
-                    number, _ = _at_least(
-                        z_ptr, entries_ptr, count, vocab, _unkey(middle), peak, temperature, CHUNK, WIDTH
-                    )
-                    if number >= top_k:
-                        low = middle
-                    else:
-                        high = middle
-                least = _unkey(low)
-                _, total = _at_least(z_ptr, entries_ptr, count, vocab, least, peak, temperature, CHUNK, WIDTH)
+                least, ties, above = _search(
+                    z_ptr, max_ptr, entries_ptr, count, vocab, bound, peak, temperature, top_k, False,
+                    MAX_BLOCKS, CHUNK, WIDTH, ROOM,
+                )  # fmt: skip
+                number, total = _at_least(z_ptr, entries_ptr, count, vocab, least, peak, temperature, CHUNK, WIDTH)
             if top_p < 1.0:
                 need = (top_p - 1e-6) * total
                 least, last_tie = _nucleus(
-                    z_ptr, entries_ptr, count, vocab, least, peak, temperature, need, CHUNK, WIDTH
-                )
+                    z_ptr, max_ptr, entries_ptr, count, vocab, least, peak, temperature, need, MAX_BLOCKS, CHUNK,
+                    WIDTH, ROOM,
+                )  # fmt: skip
             if (min_p > 0.0) & (floor > least):
                 least = floor
                 last_tie = 2147483647
