@@ -182,7 +182,7 @@ def _search(
     """
     low = _key(least)
     high = _key(peak) + 1
-    number, whole = _at_least(z_ptr, entries_ptr, count, vocab, least, peak, temperature, CHUNK, WIDTH)
+    number, _whole = _at_least(z_ptr, entries_ptr, count, vocab, least, peak, temperature, CHUNK, WIDTH)
     above_number = 0
     above = 0.0
     step = 0
@@ -207,7 +207,7 @@ def _search(
     if high - low > 1:
         near = 0
         for first in range(0, count, CHUNK):
-            token, z = _tile(z_ptr, entries_ptr, first, count, vocab, CHUNK, WIDTH)
+            _token, z = _tile(z_ptr, entries_ptr, first, count, vocab, CHUNK, WIDTH)
             is_near = ((z >= _unkey(low)) & (z < _unkey(high)) & (z > float("-inf"))).to(tl.int32)
             each = tl.sum(is_near, axis=1)
             place = near + (tl.cumsum(each, axis=0) - each)[:, None] + tl.cumsum(is_near, axis=1) - 1
@@ -308,11 +308,11 @@ def find_law(
             tl.debug_barrier()
             least = bound
             if has_k:
-                least, ties, above = _search(
+                least, _ties, _above = _search(
                     z_ptr, max_ptr, entries_ptr, count, vocab, bound, peak, temperature, top_k, False,
                     MAX_BLOCKS, CHUNK, WIDTH, ROOM,
                 )  # fmt: skip
-                number, total = _at_least(z_ptr, entries_ptr, count, vocab, least, peak, temperature, CHUNK, WIDTH)
+                _number, total = _at_least(z_ptr, entries_ptr, count, vocab, least, peak, temperature, CHUNK, WIDTH)
             if top_p < 1.0:
                 need = (top_p - 1e-6) * total
                 least, last_tie = _nucleus(
