@@ -2,6 +2,7 @@
 
     python3 benchmarks/gpu_decode.py --quick            # under 150 s on an H200
     python3 benchmarks/gpu_decode.py --out FILE.json    # 10,000 steps in the memory row
+    python3 benchmarks/gpu_decode.py --quick --overlap  # kernels start while the one before them ends
 
 Weights are random and acceptance is simulated (sparkchat/simulation.py), so speeds are real and texts mean nothing.
 Floors are bytes over the read bandwidth that the same run measured. Needs torch, triton, transformers and safetensors.
@@ -21,6 +22,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,8 @@ import torch  # noqa: E402
 import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
 
+from sparkchat.engine import engine as engine_module  # noqa: E402
+from sparkchat.engine.captured.build import build_decoder  # noqa: E402
 from sparkchat.engine.engine import Engine  # noqa: E402
 from sparkchat.params import GenerateRequest, LoadSpec, SamplingParams  # noqa: E402
 from sparkchat.simulation import BUILT_IN, SimulatedAcceptance, acceptance_of_length  # noqa: E402
@@ -333,12 +337,16 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer steps: under 150 s on an H200")
     parser.add_argument("--out", type=Path, help="write the JSON report here as well")
     parser.add_argument("--parts", default="alone,together,contexts", help="which parts to run")
+    parser.add_argument("--overlap", action="store_true", help="kernels start while the one before them ends")
     parser.add_argument("--smollm", metavar="GGUF", help="also run SmolLM2-135M from this file")
     options = parser.parse_args()
+    if options.overlap:
+        engine_module.build_decoder = partial(build_decoder, overlaps=True)
     began, steps = time.perf_counter(), 120 if options.quick else 400
     bandwidth = read_bandwidth()
     report: dict[str, Any] = {
         **machine(),
+        "overlap": options.overlap,
         "read_tb_per_s": bandwidth,
         "plain_floor_ms": PLAIN_GB / bandwidth,
         "round_floor_ms": ROUND_GB / bandwidth,

@@ -75,6 +75,15 @@ def test_steps_of_kernels_give_the_same_tokens(sampling: str, tiny_pair: Any, by
         assert by_kernels.ids(lines) == loop.ids(lines), mode
 
 
+def test_rows_of_a_block_lie_number_after_number(by_kernels: Runner) -> None:
+    """Of one request as well, where torch would rather repeat one number in place: kernels do not follow strides."""
+    step = by_kernels.engine._captured._step  # type: ignore[union-attr]
+    for count in (1, 2):
+        rows = step._block_rows(count, 0)
+        for numbers in (rows.token_ids, rows.positions, rows.cache_rows, rows.ends, rows.starts):
+            assert numbers.is_contiguous()
+
+
 def is_alike(ours: Any, theirs: Any) -> bool:
     """Equal but for the rounding of floats."""
     if isinstance(theirs, float):

@@ -2,6 +2,10 @@
 
 Everything is fp32 on small pairs, so that a token that differs is a mistake and no rounding. Needs torch, triton,
 transformers, safetensors and pytest, and no other package.
+
+A fault on the device ends the process's use of it, and all tests behind it fail. So run each form by itself:
+
+    for form in torch kernels overlap; do python3 -m pytest -q tests/gpu/test_graphs_on_gpu.py -k $form; done
 """
 
 from __future__ import annotations
@@ -31,8 +35,9 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
     "sampled": {"temperature": 1.0},
     "filtered": {"temperature": 0.8, "top_k": 30, "top_p": 0.9, "min_p": 0.01},
 }
-FORMS = ("loop", "torch", "kernels")
-"""The reference path; captured steps of torch's operations; captured steps of the kernels."""
+FORMS = ("torch", "kernels", "overlap")
+"""Captured steps of torch's operations; of the kernels; of the kernels, each starting while the one before it ends.
+They are compared with the form "loop", the reference path."""
 LOWEST_P = 1e-4
 Open = Callable[..., Runner]
 
@@ -58,7 +63,7 @@ def opened() -> Iterator[Open]:
                 graphs=form != "loop",
                 **settings,
             )
-            engine_module.build_decoder = partial(build, is_fused=form == "kernels")
+            engine_module.build_decoder = partial(build, is_fused=form != "torch", overlaps=form == "overlap")
             try:
                 engines[key] = Runner(engine_module.Engine(loaded))
             finally:
@@ -83,7 +88,7 @@ def lines_of(mode: str | None, sampling: str, tokens: int = 40, count: int = 8) 
     ]
 
 
-@pytest.mark.parametrize("form", ["torch", "kernels"])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 def test_the_tokens_are_those_of_the_reference_path(form: str, sampling: str, tiny_pair: Any, opened: Open) -> None:
     loop, captured = (opened(f, tiny_pair.target, tiny_pair.drafter) for f in ("loop", form))
@@ -94,7 +99,7 @@ def test_the_tokens_are_those_of_the_reference_path(form: str, sampling: str, ti
         assert all(step["graph"]["replayed"] for outcome in outcomes for step in outcome.steps), mode
 
 
-@pytest.mark.parametrize("form", ["torch", "kernels"])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("kind", ["oracle", "half", "window"])
 def test_greedy_tokens_are_those_of_mode_off(form: str, kind: str, mix_folders: dict[str, Path], opened: Open) -> None:
     target = mix_folders["window" if kind == "window" else "target"]
@@ -108,7 +113,7 @@ def test_greedy_tokens_are_those_of_mode_off(form: str, kind: str, mix_folders: 
         assert captured.ids(lines) == plain, mode
 
 
-@pytest.mark.parametrize("form", ["torch", "kernels"])
+@pytest.mark.parametrize("form", FORMS)
 def test_one_request_alone(form: str, tiny_pair: Any, opened: Open) -> None:
     loop, captured = (opened(f, tiny_pair.target, tiny_pair.drafter) for f in ("loop", form))
     for mode in MODES:
@@ -123,7 +128,7 @@ def test_one_request_alone(form: str, tiny_pair: Any, opened: Open) -> None:
                 assert all(f" {step['rows']} rows" in step["graph"]["key"] for step in trimmed)
 
 
-@pytest.mark.parametrize("form", ["torch", "kernels"])
+@pytest.mark.parametrize("form", FORMS)
 def test_the_mode_may_change_between_steps(form: str, tiny_pair: Any, opened: Open) -> None:
     loop, captured = (opened(f, tiny_pair.target, tiny_pair.drafter) for f in ("loop", form))
     plain = loop.ids(lines_of("off", "greedy", tokens=80))
@@ -137,7 +142,7 @@ def test_the_mode_may_change_between_steps(form: str, tiny_pair: Any, opened: Op
     assert [results[f"r{n}"] for n in range(8)] == plain
 
 
-@pytest.mark.parametrize("form", ["torch", "kernels"])
+@pytest.mark.parametrize("form", FORMS)
 def test_requests_of_all_kinds_side_by_side(form: str, tiny_pair: Any, opened: Open) -> None:
     loop, captured = (opened(f, tiny_pair.target, tiny_pair.drafter) for f in ("loop", form))
     lines = [
@@ -167,7 +172,7 @@ def three_tokens(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     )
 
 
-@pytest.mark.parametrize("form", ["torch", "kernels"])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
     ("options", "weights"),
     [
@@ -201,9 +206,10 @@ def test_tokens_follow_the_law(
         assert max(found) >= LOWEST_P, (mode, found)
 
 
-def test_memory_stays_where_it_is(tiny_pair: Any, opened: Open) -> None:
+@pytest.mark.parametrize("form", FORMS[1:])
+def test_memory_stays_where_it_is(form: str, tiny_pair: Any, opened: Open) -> None:
     """Over two thousand steps and fifty changes of mode, once every graph has been made."""
-    runner = opened("kernels", tiny_pair.target, tiny_pair.drafter)
+    runner = opened(form, tiny_pair.target, tiny_pair.drafter)
 
     def work() -> None:
         engine = runner.engine
@@ -227,10 +233,11 @@ def test_memory_stays_where_it_is(tiny_pair: Any, opened: Open) -> None:
     assert len(set(sizes)) == 1, sizes
 
 
-def test_simulated_rounds_in_the_shapes_of_a_profile(tmp_path: Path, opened: Open) -> None:
+@pytest.mark.parametrize("form", FORMS[1:])
+def test_simulated_rounds_in_the_shapes_of_a_profile(form: str, tmp_path: Path, opened: Open) -> None:
     folder = write_shapes(tmp_path)
     settings = {"dummy_weights": True, "simulate_acceptance": "code", "dtype": "bfloat16"}
-    runner = opened("kernels", folder, folder / "drafter", **settings)
+    runner = opened(form, folder, folder / "drafter", **settings)
     (outcome,) = runner.watch(
         [{"prompt_ids": [1, 2, 3], "mode": "static", "max_tokens": 500, "ignore_eos": True, "temperature": 1.0}]
     )
