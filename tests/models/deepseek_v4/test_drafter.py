@@ -132,10 +132,10 @@ def test_drafted_rows_are_not_kept(pair: Pair) -> None:
 
 @pytest.mark.parametrize("back", [0, 1, 5, SPARE_POSITIONS - BLOCK - 1])
 def test_going_back_is_never_having_gone_on(pair: Pair, back: int) -> None:
-    features, other = features_of(200), features_of(200, seed=5)
+    features, other = features_of(400), features_of(400, seed=5)
     cache, row = with_context(pair, features)
     run_block(pair, cache, row, block_ids(1))
-    length = 200 - back
+    length = 400 - back
     assert cache.can_truncate(row, length)
     cache.truncate(row, length)
     pair.drafter.extend_context(other[:2], rows(2, length, row), cache)
@@ -144,10 +144,10 @@ def test_going_back_is_never_having_gone_on(pair: Pair, back: int) -> None:
 
 
 def test_going_back_too_far_is_refused(pair: Pair) -> None:
-    cache, row = with_context(pair, features_of(200))
+    cache, row = with_context(pair, features_of(400))
     run_block(pair, cache, row, block_ids(1))
     ring = cache.stores[0].ring
-    last = 200 + BLOCK - ring + WINDOW
+    last = 400 + BLOCK - ring + WINDOW
     assert cache.can_truncate(row, last)
     assert not cache.can_truncate(row, last - 1)
     with pytest.raises(ValueError, match="cannot go back"):
