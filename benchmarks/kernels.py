@@ -281,7 +281,11 @@ def with_row_warps(run: Run) -> dict[str, Run]:
         finally:
             markov_kernel.ROW_WARPS = accept_kernel.ROW_WARPS = before
 
-    return {"used": run, "8 warps a row": partial(run_with, warps=8)}
+    def overlapped(i: int) -> None:
+        with overlap():
+            run(i)
+
+    return {"used": run, "8 warps a row": partial(run_with, warps=8), "overlapped": overlapped}
 
 
 def sampling_cases(make: Maker) -> Iterator[Case]:

@@ -68,6 +68,15 @@ def check_flat(*tensors: Tensor | None) -> None:
             )
 
 
+@triton.jit
+def prefetch(pointers, BYTES: tl.constexpr):
+    """Call BYTES from each pointer on into L2; both are multiples of 16."""
+    tl.inline_asm_elementwise(
+        "{ cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }", "=r,l,r",
+        [pointers.to(tl.uint64), tl.full(pointers.shape, BYTES, tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
 def power_of_two(n: int) -> int:
     """The least power of two that is at least ``n``."""
     return triton.next_power_of_2(n)

@@ -13,20 +13,11 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sparkchat.kernels.gemm.plan import Plan, plan_of
-from sparkchat.kernels.launch import launch, power_of_two, wait
+from sparkchat.kernels.launch import launch, power_of_two, prefetch, wait
 
 _NONE, _ADD, _SILU_MUL = 0, 1, 2
 LEAST_ROWS, MOST_ROWS = 16, 64
 """Rows of a tile. Fewer than 16 would take another instruction, whose sums could differ."""
-
-
-@triton.jit
-def _prefetch(pointers, BYTES: tl.constexpr):
-    # One instruction a row: the address of its first byte and how many to call into L2.
-    tl.inline_asm_elementwise(
-        "{ cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }", "=r,l,r",
-        [pointers.to(tl.uint64), tl.full(pointers.shape, BYTES, tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
 
 
 @triton.jit
@@ -78,7 +69,7 @@ def _small_gemm(
     start_k = part * PART_K
     w_rows = w_ptr + w_row.to(tl.int64) * w_stride + start_k
     if PDL and PREFETCH_BYTES > 0:
-        _prefetch(w_rows, PREFETCH_BYTES)
+        prefetch(w_rows, PREFETCH_BYTES)
     wait(PDL)
     is_row = row < num_rows
     w_at = w_rows[:, None] + step[None, :]

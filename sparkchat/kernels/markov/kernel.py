@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparkchat.kernels.launch import check_flat, launch, power_of_two, wait
+from sparkchat.kernels.launch import check_flat, launch, power_of_two, prefetch, wait
 from sparkchat.kernels.sampling import VOCAB_BLOCK, DrawSettings
 from sparkchat.kernels.sampling.kernel import ROW_WARPS, chunk_of, divisor, draw_token, find_law, uniform
 
@@ -30,13 +30,16 @@ def _add_bias(
     base_ptr, w1_ptr, w2_ptr, previous_ptr, temperature_ptr, max_ptr, sum_ptr,
     requests, vocab, request_stride, previous_stride, num_blocks,
     RANK: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr, HAS_HEAD: tl.constexpr,
-    EXACT: tl.constexpr, PDL: tl.constexpr,
+    EXACT: tl.constexpr, PREFETCH_BYTES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     is_row = row < requests
     token = block * WIDTH + tl.arange(0, WIDTH)
     inside = token < vocab
+    if PDL and PREFETCH_BYTES > 0:
+        # The draw before this takes one multiprocessor a request; the others fetch weights meanwhile.
+        prefetch(w2_ptr + tl.where(inside, token, 0).to(tl.int64) * RANK, PREFETCH_BYTES)
     wait(PDL)
     base = base_ptr + row[None, :].to(tl.int64) * request_stride + token[:, None]
     z = tl.load(base, mask=inside[:, None] & is_row[None, :], other=float("-inf"))
@@ -151,6 +154,7 @@ def launch_markov_block(
     rank = w2.shape[1] if w2 is not None else 16
     rows = max(LEAST_ROWS, min(MOST_ROWS, power_of_two(requests)))
     exact = w2 is not None and w2.dtype == torch.float32
+    row_bytes = 0 if w2 is None else rank * w2.element_size()
     s = settings
     for k in range(width):
         previous = anchors if k == 0 else buffers.tokens[:, k - 1]
@@ -159,7 +163,8 @@ def launch_markov_block(
             base[:, k], base if w1 is None else w1, base if w2 is None else w2, previous, s.temperature,
             scratch.block_max, scratch.block_sum, requests, vocab, base.stride(0), previous.stride(0), num_blocks,
             RANK=rank, ROWS=rows, WIDTH=VOCAB_BLOCK, STEP=max(LEAST_STEP, min(128, power_of_two(rank))),
-            HAS_HEAD=has_head, EXACT=exact, num_warps=4, num_stages=1 if exact else 3,
+            HAS_HEAD=has_head, EXACT=exact, PREFETCH_BYTES=row_bytes if has_head and row_bytes % 16 == 0 else 0,
+            num_warps=4, num_stages=1 if exact else 3,
         )  # fmt: skip
         launch(
             _draw_draft, (requests,),
