@@ -17,7 +17,21 @@ def finished_strips(widget: Widget, strips: list[Strip], crop: Region) -> list[S
     background = widget.background_colors[1]
     for line_filter in widget.get_line_filters():
         strips = [strip.apply_filter(line_filter, background) for strip in strips]
-    return [strip.crop_extend(crop.x, crop.right, None) for strip in strips]
+    return [_cropped(strip, crop) for strip in strips]
+
+
+def _cropped(strip: Strip, crop: Region) -> Strip:
+    # A strip remembers what was cut from it; the whole of it would be itself, a cycle that only the collector frees.
+    return strip if crop.x == 0 and crop.right == strip.cell_length else strip.crop_extend(crop.x, crop.right, None)
+
+
+def row_strip(segments: list[Segment], width: int, style: Style) -> Strip:
+    """One row of exactly ``width`` cells, filled up in ``style``."""
+    used = sum(text_width(segment.text) for segment in segments)
+    if used < width:
+        segments.append(Segment(" " * (width - used), style))
+    strip = Strip(segments, max(used, width))
+    return strip if used <= width else strip.crop(0, width)
 
 
 class RowsWidget(Widget):
@@ -53,8 +67,7 @@ class RowsWidget(Widget):
             self._rows = self.build(width, height)
         row = self._rows[y] if y < len(self._rows) else []
         segments = [Segment(text, self._style(name)) for text, name in row if text]
-        strip = Strip(segments, sum(text_width(segment.text) for segment in segments))
-        return strip.crop_extend(0, width, self._style("text"))
+        return row_strip(segments, width, self._style("text"))
 
     def _style(self, name: str) -> Style:
         style = self._styles_by_name.get(name)

@@ -22,7 +22,7 @@ from sparkchat.ui.glyphs import Glyphs
 from sparkchat.ui.highlight import highlight
 from sparkchat.ui.markdown import Piece
 from sparkchat.ui.safe_text import text_width
-from sparkchat.ui.widgets.rows import finished_strips
+from sparkchat.ui.widgets.rows import finished_strips, row_strip
 
 Row = tuple[Line, int] | None
 """A line and the number of one of its rows; None is an empty row."""
@@ -76,7 +76,7 @@ class Transcript(ScrollView, can_focus=False):
         self._base: Style | None = None
         self._wrap_width = 78
         # Only what is in view: strips are heavy, and one kept for every row ever shown makes long chats slow.
-        self._drawn: LRUCache[tuple[Line, int, int, int, int], Strip] = LRUCache(256)
+        self._drawn: LRUCache[tuple[Line, int, int, int, int], Strip] = LRUCache(128)
 
     # Content
 
@@ -268,20 +268,19 @@ class Transcript(ScrollView, can_focus=False):
         line, number = row
         selected = self.text_selection.get_span(index) if self.text_selection is not None else None
         if selected is not None:
-            return self._draw(line, number, selected).crop_extend(0, width, self.base_style).apply_offsets(0, index)
+            return self._draw(line, number, width, selected).apply_offsets(0, index)
         key = (line, number, line.version, width, index)
         strip = self._drawn.get(key)
         if strip is None:
-            strip = self._draw(line, number, None).crop_extend(0, width, self.base_style).apply_offsets(0, index)
+            strip = self._draw(line, number, width, None).apply_offsets(0, index)
             self._drawn[key] = strip
         return strip
 
-    def _draw(self, line: Line, number: int, selected: tuple[int, int] | None) -> Strip:
+    def _draw(self, line: Line, number: int, width: int, selected: tuple[int, int] | None) -> Strip:
         segments = [Segment(text, self._style(key)) for text, key in self._runs(line, number) if text]
-        strip = Strip(segments, sum(text_width(segment.text) for segment in segments))
         if selected is not None:
-            strip = self._with_selection(strip, *selected)
-        return strip
+            segments = self._with_selection(segments, *selected)
+        return row_strip(segments, width, self.base_style)
 
     def _runs(self, line: Line, number: int) -> Iterator[tuple[str, str]]:
         for piece in line.margin(number):
@@ -339,18 +338,18 @@ class Transcript(ScrollView, can_focus=False):
             self._styles_by_key[key] = style
         return style
 
-    def _with_selection(self, strip: Strip, start: int, end: int) -> Strip:
+    def _with_selection(self, whole: list[Segment], start: int, end: int) -> list[Segment]:
         style = self.screen.get_component_rich_style("screen--selection")
         segments: list[Segment] = []
         at = 0
-        for text, own, _ in strip:
+        for text, own, _ in whole:
             low = min(max(start - at, 0), len(text))
             high = len(text) if end == -1 else min(max(end - at, low), len(text))
             for part, is_selected in ((text[:low], False), (text[low:high], True), (text[high:], False)):
                 if part:
                     segments.append(Segment(part, (own or Style()) + style if is_selected else own))
             at += len(text)
-        return Strip(segments, strip.cell_length)
+        return segments
 
     # Selection
 
