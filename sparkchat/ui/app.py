@@ -29,7 +29,7 @@ from sparkchat.ui.document import Section
 from sparkchat.ui.editor import edited, editor_command
 from sparkchat.ui.glyphs import glyphs
 from sparkchat.ui.history import History
-from sparkchat.ui.keymap import load_keymap
+from sparkchat.ui.keymap import load_keymap, lost_keys
 from sparkchat.ui.live_chat import LiveChat, View
 from sparkchat.ui.screens.chats import ChatsScreen
 from sparkchat.ui.screens.compare import CompareScreen
@@ -142,7 +142,9 @@ class SparkApp(App[int]):
         """Apply the user's keys; returns what to say about those that cannot be used."""
         own = [binding for binding in (*self.BINDINGS, *Prompt.BINDINGS) if isinstance(binding, Binding)]
         keymap, problems = load_keymap(user_paths().config / "keymap.toml", [each.id for each in own if each.id])
-        self._keymap_names = keymap
+        lost = lost_keys(keymap, {binding.id: binding.key for binding in own if binding.id})
+        problems += [f"{name} has no key any more: another action has it" for name, keys in lost.items() if not keys]
+        self._keymap_names = keymap | {name: keys or "no key" for name, keys in lost.items()}
         self.set_keymap(keymap)
         return problems
 

@@ -30,6 +30,16 @@ def load_keymap(path: Path, known: Iterable[str]) -> tuple[dict[str, str], list[
     return keymap, problems
 
 
+def lost_keys(keymap: dict[str, str], defaults: dict[str, str]) -> dict[str, str]:
+    """Action id -> the keys that are left to it, for actions whose own keys the user gave to another one."""
+    taken = {key for keys in keymap.values() for key in keys.split(",")}
+    left: dict[str, str] = {}
+    for name, keys in defaults.items():
+        if name not in keymap and taken & set(keys.split(",")):
+            left[name] = ",".join(key for key in keys.split(",") if key not in taken)
+    return left
+
+
 def _flat(data: dict[str, object], prefix: str = "") -> Iterable[tuple[str, object]]:
     """``mode.cycle = "f7"`` is a nested table to TOML; the quoted spelling is not."""
     for name, value in data.items():

@@ -94,4 +94,6 @@ async def test_keys_can_be_given_other_places(chat: Open, own_folders: Path) -> 
         assert c.app.chat.conversation.mode == "static"
         await c.pilot.press("f7")
         assert c.app.chat.conversation.mode == "compact"
-        assert ("f7", "next verify mode, also during an answer") in c.app.key_rows()
+        rows = c.app.key_rows()
+        assert ("f7", "next verify mode, also during an answer") in rows
+        assert ("no key", "copy the last code block") in rows and "copy.code has no key any more" in c.said
