@@ -4,13 +4,13 @@ Shapes: N rows, R cache rows looked at, Q query rows each (padded), G query head
 T key slots, D head dimension. Query heads are ordered [G, K] (weights.py), so that the heads of a group are rows
 of one matrix product with their key head: queries are [R, K, Q*G, D] without a copy and keys are never repeated.
 
-A row's result does not depend on the rows beside it, bit for bit on CPUs with AVX-512 and to rounding elsewhere: key
-lengths are those of ``key_slots`` and no product has very few query rows, which take another path through the matrix
-library.
+A row's result does not depend on the rows beside it, bit for bit: key lengths are those of ``key_slots``, and no
+product has a count of query rows that takes another path through this processor's matrix library.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,6 +22,7 @@ from sparkchat.models.kv_cache import KVCache, LayerStore, key_slots
 
 _QUERY_TILE = 32
 """Rows of the matrix products inside scaled_dot_product_attention on the CPU."""
+_PROBE_KEYS = 256
 
 
 @dataclass(frozen=True)
@@ -48,13 +49,36 @@ def open_spans(cache_rows: Sequence[int], row_starts: Sequence[int], cache: KVCa
     ]
 
 
-def padded_count(count: int, group_size: int, head_dim: int) -> int:
+def padded_count(count: int, group_size: int, head_dim: int, device: torch.device) -> int:
     """Return how many query positions to compute for ``count`` of them; see the module docstring."""
-    # Found by comparing bits: products of a tile with fewer rows than this are computed in another order.
-    least = max(2, head_dim // 24 + 1)
-    while 0 < (count * group_size) % _QUERY_TILE < least:
+    if device.type == "cpu":
+        odd_tiles = deviating_tiles(head_dim)
+    else:
+        odd_tiles = frozenset(range(1, max(2, head_dim // 24 + 1)))
+    while (count * group_size) % _QUERY_TILE in odd_tiles:
         count += 1
     return count
+
+
+@functools.cache
+def deviating_tiles(head_dim: int) -> frozenset[int]:
+    """Counts of query rows below a tile whose products this processor computes in another order, found by trying.
+
+    With AVX-512 (MKL on Intel) these are the counts below head_dim / 24; with AVX2 those below 4, and all odd ones
+    where heads are narrower than 12.
+    """
+    random = torch.Generator().manual_seed(0)
+    # Two heads: a single one would be split over threads inside the product, which several never are.
+    queries, keys, values = torch.randn(3, 1, 2, _PROBE_KEYS, head_dim, generator=random).unbind(0)
+    queries, mask = queries[:, :, :_QUERY_TILE], torch.zeros(1, 1, _QUERY_TILE, _PROBE_KEYS)
+    mask[..., -1] = float("-inf")
+    whole = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
+
+    def deviates(rows: int) -> bool:
+        part = F.scaled_dot_product_attention(queries[:, :, :rows], keys, values, attn_mask=mask[:, :, :rows])
+        return not torch.equal(part, whole[:, :, :rows])
+
+    return frozenset(rows for rows in range(1, _QUERY_TILE) if deviates(rows))
 
 
 class Padding:
@@ -71,7 +95,7 @@ class Padding:
         else:
             slot_of = {row: row - low for row in range(low, high)}
         self.num_rows = len(slot_of)
-        self.width = padded_count(max(s.count for s in spans), group_size, head_dim)
+        self.width = padded_count(max(s.count for s in spans), group_size, head_dim, device)
         # Padding repeats row 0 of the batch or of the span: any row with something to see will do.
         index = [0] * (self.num_rows * self.width)
         back = [0] * sum(s.count for s in spans)
