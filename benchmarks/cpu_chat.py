@@ -23,9 +23,9 @@ from typing import Any
 
 import torch
 
+from sparkchat.catalog import load_profile
 from sparkchat.engine.engine import Engine
 from sparkchat.params import GenerateRequest, LoadSpec, SamplingParams
-from sparkchat.catalog import load_profile
 from sparkchat.paths import user_paths
 from sparkchat.train.prompts import prompt_books
 

@@ -5,6 +5,7 @@ Standard library only, so that the parent process never needs torch to build a r
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal, get_args
@@ -215,7 +216,7 @@ class CostTable:
     def __post_init__(self) -> None:
         _check_costs(self.rows, self.step_ms)
         counts = [batch.requests for batch in self.batches]
-        if any(a >= b for a, b in zip(counts, counts[1:], strict=False)):
+        if any(a >= b for a, b in itertools.pairwise(counts)):
             raise UsageError(f"cost table requests {counts} must increase")
 
     @classmethod
@@ -234,7 +235,7 @@ class CostTable:
 def _check_costs(rows: tuple[int, ...], step_ms: tuple[float, ...]) -> None:
     if len(rows) != len(step_ms) or not rows:
         raise UsageError(f"cost table has {len(rows)} rows and {len(step_ms)} step_ms; give equally many")
-    if rows[0] < 1 or any(a >= b for a, b in zip(rows, rows[1:], strict=False)):
+    if rows[0] < 1 or any(a >= b for a, b in itertools.pairwise(rows)):
         raise UsageError(f"cost table rows {list(rows)} must start at 1 or more and increase")
     if any(not (isinstance(t, (int, float)) and math.isfinite(t) and t > 0) for t in step_ms):
         raise UsageError(f"cost table step_ms {list(step_ms)} must be positive numbers")

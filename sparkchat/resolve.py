@@ -163,7 +163,9 @@ def _refuse_parallel(options: Resolution, model: ModelRef) -> None:
     if options["tp"] < 1:
         raise UsageError(f"{asked} is not possible; give the number of devices to use, or leave it out")
     if options["tp"] > 1 and can_share(model) is False:
-        raise UsageError(f"{asked}: {model.name} is not DeepSeek V4, which alone several devices can share; leave it out")
+        raise UsageError(
+            f"{asked}: {model.name} is not DeepSeek V4, which alone several devices can share; leave it out"
+        )
     if options["tp"] > 1 and cost_device(options) != "cpu":
         left = len(environment.gpus()) - int(options["device"].partition(":")[2] or 0)
         if options["tp"] > left:
