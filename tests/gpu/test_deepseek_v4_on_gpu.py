@@ -169,12 +169,11 @@ def test_memory_taken_is_what_the_plan_counts(folder: Folders) -> None:
     assert taken == pytest.approx(planned, rel=0.05)
 
 
-@pytest.mark.parametrize("kind", ["tiny", "oracle", "half", "mtp"])
+@pytest.mark.parametrize("kind", ["tiny", "half", "mtp"])
 def test_greedy_tokens_are_those_of_mode_off_and_of_the_cpu(kind: str, opened: Open) -> None:
     low, high = (2, 500) if kind == "tiny" else (300, 500)
     prompts = random_prompts(6, 90, low=low, high=high, seed=51)
-    settings = {"max_tokens": 40, "ignore_eos": True}
-    lines = [{"prompt_ids": prompt, **settings} for prompt in prompts]
+    lines = [{"prompt_ids": prompt, "max_tokens": 30, "ignore_eos": True} for prompt in prompts]
     on_cpu = opened(kind, device="cpu").ids({**line, "mode": "off"} for line in lines)
     widest = {"tiny": 5, "mtp": 3}.get(kind, 8)
     for number, mode in enumerate(ALL_MODES):
@@ -204,11 +203,10 @@ def test_bfloat16_answers_are_repeated(opened: Open) -> None:
 
 
 @pytest.mark.parametrize("marked", [pytest.param(None, marks=two_gpus)])
-@pytest.mark.parametrize("kind", ["tiny", "half", "mtp"])
+@pytest.mark.parametrize("kind", ["mtp", "half"])
 def test_two_gpus_give_the_tokens_of_one(kind: str, marked: None, opened: Open) -> None:
-    low, high = (2, 500) if kind == "tiny" else (300, 500)
-    prompts = random_prompts(4, 70, low=low, high=high, seed=53)
-    lines = [{"prompt_ids": prompt, "max_tokens": 30, "ignore_eos": True} for prompt in prompts]
+    prompts = random_prompts(4, 70, seed=53)
+    lines = [{"prompt_ids": prompt, "max_tokens": 24, "ignore_eos": True} for prompt in prompts]
     alone = opened(kind).ids({**line, "mode": "off"} for line in lines)
     shared = opened(kind, tp=2)
     assert shared.engine.info["device"].startswith("2 x ")
