@@ -260,6 +260,8 @@ class EngineSide:
             turn.answer.result = event["result"]
         if self.active is not None and self.active.turn is turn:
             self._close_answer(event["result"])
+        elif turn is not None:
+            self.keeper.answer(turn)  # it was given up on the screen before it ended
 
     def _on_setting_change(self, event: Event) -> None:
         parts = [f"{name} {change['from']} -> {change['to']}" for name, change in event["changes"].items()]
