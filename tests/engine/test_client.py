@@ -222,7 +222,7 @@ def test_a_library_in_the_current_folder_is_not_imported(tmp_path: Path, monkeyp
 
 @pytest.mark.parametrize(
     ("given", "spins"),
-    [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)],
+    [({}, "5000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)],
     ids=str,
 )
 def test_threads_of_the_engine_do_not_spin_for_long(
