@@ -31,9 +31,9 @@ _PROGRAM = "from sparkchat.engine.worker import main; main()"
 _WAITING = {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}
 """How OpenMP threads wait for each other. What the user set stays."""
 _SPINS = "5000"
-"""Left alone (300,000 turns) they spin for so long that on cores which others use they keep the very thread they wait for
-from running: steps of 250 to 1300 ms instead of 40 to 60. At 1000 they sleep in the gaps between the products of a step
-and must be woken: 31 to 42 ms a plain step instead of 24 to 28 on two idle AVX2 cores (2026-11-30)."""
+"""Left alone (300,000 turns) they spin for so long that on cores which others use they keep the very thread they wait
+for from running: steps of 250 to 1300 ms instead of 40 to 60. At 1000 they sleep in the gaps between the products of a
+step and must be woken: 31 to 42 ms a plain step instead of 24 to 28 on two idle AVX2 cores (2026-11-30)."""
 
 
 class EngineClient:
