@@ -40,7 +40,7 @@ from sparkchat.kernels.attention import attention_workspace
 from sparkchat.kernels.attention.kernel import HALF_TILE, Tile, launch_decode_attention
 from sparkchat.kernels.gemm.kernel import launch_small_gemm
 from sparkchat.kernels.gemm.plan import Plan, plan_of
-from sparkchat.kernels.launch import overlap, started_by
+from sparkchat.kernels.launch import overlap, overlaps, started_by
 from sparkchat.kernels.markov import MarkovBuffers
 from sparkchat.kernels.markov import kernel as markov_kernel
 from sparkchat.kernels.markov.kernel import launch_markov_block
@@ -157,12 +157,10 @@ def fp8_cases(make: Maker) -> Iterator[Case]:
         up = torch.empty(rows, n // 2, dtype=HALF, device=make.device)
         used = plan_of(weights[0], epilogue)
         variants: dict[str, Run] = {}
-        for block_out, stages, warps, fast in ((64, 3, 4, True), (64, 3, 4, False), (64, 4, 4, True), (64, 5, 4, True),
-                                               (64, 3, 8, True), (128, 4, 8, True)):  # fmt: skip
-            plan = replace(used, block_out=block_out, stages=stages, warps=warps, fast_codes=fast)
+        for block_out, stages, warps in ((64, 3, 4), (64, 4, 4), (64, 5, 4), (64, 3, 8), (128, 4, 8)):
+            plan = replace(used, block_out=block_out, stages=stages, warps=warps)
             out = up if epilogue == "silu_mul" else outs[: plan.splits]
-            how = "shifts" if fast else "conversion"
-            variants[f"{block_out}x128 split {plan.splits} stages {stages} warps {warps} {how}"] = (
+            variants[f"{block_out}x128 split {plan.splits} stages {stages} warps {warps}"] = (
                 lambda i, plan=plan, out=out, weights=weights, scales=scales, x=x, epilogue=epilogue: launch_small_gemm(
                     x, weights[i], out, scales, None, epilogue, plan
                 )
@@ -179,8 +177,7 @@ KEY_TILES = {
     "32 keys stages 5": replace(HALF_TILE, keys=32, stages=5),
     "8 warps": replace(HALF_TILE, warps=8),
     "264 programs": replace(HALF_TILE, programs=264),
-    "a second launch folds": replace(HALF_TILE, joined_by_last=0, many_groups=1 << 30),
-    "the last folds": replace(HALF_TILE, joined_by_last=1 << 30, many_groups=1 << 30),
+    "a second launch folds": replace(HALF_TILE, many_groups=1 << 30),
     "one program folds": replace(HALF_TILE, many_groups=1),
 }
 
@@ -357,7 +354,7 @@ class Step:
 
         def product(x: Tensor, weight: Tensor, out: Tensor, epilogue: str) -> None:
             if "p" in parts:
-                plan = replace(plan_of(weight, epilogue, max(16, self.rows)), prefetch=prefetch)
+                plan = replace(plan_of(weight, epilogue, max(16, self.rows), overlaps()), prefetch=prefetch)
                 launch_small_gemm(x, weight, out, None, None, epilogue, plan)
 
         def norm(delta: Tensor) -> None:

@@ -30,6 +30,11 @@ def overlap(is_on: bool = True) -> Iterator[None]:
         _overlaps = before
 
 
+def overlaps() -> bool:
+    """Whether a launch made here would be one of an ``overlap`` block."""
+    return _overlaps
+
+
 @contextmanager
 def started_by(start: Callable[..., Any]) -> Iterator[None]:
     """Within the block, ``start(kernel, grid, *arguments, **options)`` stands in for the launch: for compiling only."""

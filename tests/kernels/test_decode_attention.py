@@ -49,7 +49,6 @@ def both(
     space.stats.fill_(NAN)
     launch_decode_attention(**batch, out=outs[0], workspace=space, max_rows=most, window=window, pages=pages,
                             tile=tile)  # fmt: skip
-    assert int(space.arrived.abs().sum()) == 0
     decode_attention_reference(**batch, out=outs[1], window=window, pages=pages)
     return outs[0], outs[1]
 
@@ -63,8 +62,8 @@ def test_one_request(start: int, heads: int, kv_heads: int, dim: int, count: int
     torch.testing.assert_close(got, want, atol=2e-5, rtol=2e-4)
 
 
-# One program a group; the last of a few; a second launch.
-FOLDS = (Tile(32, 4, 1, many_groups=1), Tile(32, 4, 1, joined_by_last=1 << 20), Tile(32, 4, 1, joined_by_last=0))
+# One program a group; a second launch.
+FOLDS = (Tile(32, 4, 1, many_groups=1), Tile(32, 4, 1, many_groups=1 << 20))
 
 
 @pytest.mark.parametrize("tile", FOLDS)
@@ -78,7 +77,7 @@ def test_whoever_folds_the_spans(tile: Tile, window: int | None, device: torch.d
 
 def test_fewer_programs_than_spans(device: torch.device) -> None:
     batch = make(device, 2, 1, 16, [(0, 400, 2)])
-    few = replace(EXACT_TILE, programs=3, joined_by_last=1 << 20)
+    few = replace(EXACT_TILE, programs=3)
     assert torch.equal(both(batch, 2, tile=few)[0], both(batch, 2)[0])
 
 
@@ -97,14 +96,13 @@ def test_long_spans(device: torch.device) -> None:
         "positions": torch.arange(start, start + 2, device=device),
         "ends": torch.arange(start, start + 2, device=device) + 1,
     }
-    outs = torch.full((4, 2, heads, dim), NAN, device=device)
+    outs = torch.full((3, 2, heads, dim), NAN, device=device)
     space = attention_workspace(2, heads, dim, start + 2, device)
     for out, tile in zip(outs, FOLDS, strict=False):
         launch_decode_attention(**batch, out=out, workspace=space, max_rows=2, window=None, pages=None, tile=tile)
-    decode_attention_reference(**batch, out=outs[3], window=None, pages=None)
-    torch.testing.assert_close(outs[0], outs[3], atol=2e-5, rtol=2e-4)
+    decode_attention_reference(**batch, out=outs[2], window=None, pages=None)
+    torch.testing.assert_close(outs[0], outs[2], atol=2e-5, rtol=2e-4)
     assert torch.equal(outs[0], outs[1])
-    assert torch.equal(outs[0], outs[2])
 
 
 def test_ragged_batch_with_an_empty_request_and_padding(device: torch.device) -> None:

@@ -12,6 +12,7 @@ from sparkchat.kernels.gemm import EPILOGUES, gemm_splits, small_gemm
 from sparkchat.kernels.gemm.kernel import launch_small_gemm
 from sparkchat.kernels.gemm.plan import plan, plan_of
 from sparkchat.kernels.gemm.reference import dequantise, small_gemm_reference
+from sparkchat.kernels.launch import overlap, started_by
 
 NAN = float("nan")
 
@@ -85,6 +86,28 @@ def test_the_parts_cover_k(n: int, k: int) -> None:
         assert cut.part_k % cut.block_k == 0
         assert cut.part_k * (cut.splits - 1) < k <= cut.part_k * cut.splits
         assert plan(n, k, size, "none").splits == 1
+
+
+@pytest.mark.parametrize(("n", "k"), [(6144, 4096), (24576, 4096), (4096, 12288), (151936, 4096), (576, 1536)])
+def test_sums_are_cut_alike_whatever_is_beside_a_row_and_however_it_is_launched(n: int, k: int) -> None:
+    for size in (1, 2, 4):
+        for epilogue in ("none", "silu_mul", "partials"):
+            plans = [plan(n, k, size, epilogue, rows, overlaps) for rows in (16, 32, 64) for overlaps in (False, True)]
+            assert len({(p.block_k, p.splits, p.part_k) for p in plans}) == 1
+
+
+def test_pipelines_are_deeper_with_overlap() -> None:
+    depths = []
+
+    def note(kernel: object, grid: tuple[int, ...], *arguments: object, **options: int) -> None:
+        depths.append(options["num_stages"])
+
+    x, weight = torch.zeros(1, 4096, dtype=torch.bfloat16), torch.zeros(512, 4096, dtype=torch.bfloat16)
+    with started_by(note):
+        for is_on in (False, True):
+            with overlap(is_on):
+                launch_small_gemm(x, weight, torch.zeros(1, 512), None, None, "none")
+    assert depths == [3, 5]
 
 
 def test_what_does_not_fit_is_refused() -> None:

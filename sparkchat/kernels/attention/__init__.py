@@ -29,8 +29,6 @@ class AttentionWorkspace:
     """[N, H, spans, D] float32, not normalised"""
     stats: Tensor
     """[N, H, spans, 2] float32: largest score (base 2), sum of weights"""
-    arrived: Tensor
-    """[N * H] int32 zeros: programs of a group of rows and a key head that are done; the last leaves a zero again"""
 
 
 def attention_workspace(
@@ -41,7 +39,6 @@ def attention_workspace(
     return AttentionWorkspace(
         torch.empty((max_rows, num_heads, spans, head_dim), dtype=torch.float32, device=device),
         torch.empty((max_rows, num_heads, spans, 2), dtype=torch.float32, device=device),
-        torch.zeros(max_rows * num_heads, dtype=torch.int32, device=device),
     )
 
 

@@ -6,7 +6,8 @@ and what a row does not see adds zeros.
 
 Spans grow with the position as the steps of a floating point number do: 64 keys below 2048, then 16 spans to every
 doubling. So a short context has a program on every multiprocessor and a long one has few sums to fold. Who folds is
-only a matter of speed: the program itself where it reads all of a row, the last to arrive of a few, or a second launch.
+only a matter of speed: the program itself where it reads all of a row, a second launch otherwise (a fold by the last
+program to arrive took up to three times as long on an H200: benchmarks/results/2026-11-30-kernels.md).
 """
 
 from __future__ import annotations
@@ -31,11 +32,10 @@ _PROGRAMS = 528
 come first."""
 _MANY_GROUPS = 192
 """Groups (of rows and a key head) from which on one program reads everything of a group."""
-_JOINED_BY_LAST = 160
-"""Spans times rows of a group up to which its last program folds them; it reads half a kilobyte of each at a time."""
 _PIECE = 64
 """Numbers of a head that one program of the second launch folds."""
-_INSIDE, _LAST, _APART = 0, 1, 2
+_AHEAD = 8
+"""Spans that the second launch reads at a time."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,6 @@ class Tile:
     """Depth of the pipeline of loads."""
     programs: int = _PROGRAMS
     many_groups: int = _MANY_GROUPS
-    joined_by_last: int = _JOINED_BY_LAST
 
 
 HALF_TILE, EXACT_TILE = Tile(64, 4, 3), Tile(32, 4, 1)
@@ -123,10 +122,10 @@ def _attend_tile(
 @triton.jit
 def _attend(
     q_ptr, cache_ptr, starts_ptr, rows_ptr, positions_ptr, ends_ptr, pages_ptr, mixed_ptr, stats_ptr, out_ptr,
-    arrived_ptr, scale, page_stride, head_stride, slot_stride, pages_stride, capacity, page_size, num_spans,
+    scale, page_stride, head_stride, slot_stride, pages_stride, capacity, page_size, num_spans,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, QUERIES: tl.constexpr, TILES: tl.constexpr,
     PROGRAMS: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr, PAGED: tl.constexpr,
-    EXACT: tl.constexpr, JOIN: tl.constexpr, PDL: tl.constexpr,
+    EXACT: tl.constexpr, INSIDE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     ROWS: tl.constexpr = QUERIES // GROUP
     request = tl.program_id(0) // TILES
@@ -158,7 +157,7 @@ def _attend(
         totals = tl.zeros((QUERIES, BLOCK), tl.float32)
         mixed = tl.zeros((QUERIES, DIM), tl.float32)
         to = out_ptr + slot_of_query[:, None] * DIM + dim[None, :]
-        if JOIN == 0:
+        if INSIDE:
             # One loop over all tiles, so that the loads of a span are under way before the one before it ends.
             run_top, run_total, run_mixed = top, tl.zeros((QUERIES,), tl.float32), mixed
             span = first_span
@@ -195,49 +194,13 @@ def _attend(
                 tl.store(mixed_ptr + part[:, None] * DIM + dim[None, :], mixed, mask=is_query[:, None])
                 tl.store(stats_ptr + part * 2, top, mask=is_query)
                 tl.store(stats_ptr + part * 2 + 1, tl.sum(totals, axis=1), mask=is_query)
-            if JOIN == 1:
-                working = tl.minimum(last_span - first_span + 1, PROGRAMS)
-                if tl.program_id(2) < working:
-                    # What all threads wrote comes before the arrival, and is seen by whoever counts it.
-                    tl.debug_barrier()
-                    arrived = arrived_ptr + tl.program_id(0) * KV_HEADS + head
-                    if tl.atomic_add(arrived, 1, sem="acq_rel") == working - 1:
-                        tl.debug_barrier()
-                        tl.store(arrived, 0)
-                        base = slot_of_query * num_spans
-                        mixed, total = _joined(
-                            mixed_ptr, stats_ptr, base, is_query, dim, first_span, last_span, DIM, QUERIES, 4
-                        )
-                        tl.store(to, (mixed / total[:, None]).to(out_ptr.dtype.element_ty), mask=is_query[:, None])
-
-
-@triton.jit
-def _joined(
-    mixed_ptr, stats_ptr, base, is_row, dim, first_span, last_span,
-    DIM: tl.constexpr, ROWS: tl.constexpr, AHEAD: tl.constexpr,
-):  # fmt: skip
-    # The fold of rows of spans; spans that a row does not see are empty. AHEAD loads are under way at a time.
-    run_top = tl.full((ROWS,), float("-inf"), tl.float32)
-    run_total = tl.zeros((ROWS,), tl.float32)
-    run_mixed = tl.zeros((ROWS, dim.shape[0]), tl.float32)
-    for start in range(first_span, last_span + 1, AHEAD):
-        for step in tl.static_range(AHEAD):
-            part = base + start + step
-            is_part = is_row & (start + step <= last_span)
-            # Other programs wrote these: not from the cache of this multiprocessor.
-            top = tl.load(stats_ptr + part * 2, mask=is_part, other=float("-inf"), cache_modifier=".cg")
-            total = tl.load(stats_ptr + part * 2 + 1, mask=is_part, other=0.0, cache_modifier=".cg")
-            at = mixed_ptr + part[:, None] * DIM + dim[None, :]
-            mixed = tl.load(at, mask=is_part[:, None], other=0.0, cache_modifier=".cg")
-            run_top, run_total, run_mixed = _fold(run_top, run_total, run_mixed, top, total, mixed)
-    return run_mixed, run_total
 
 
 @triton.jit
 def _join_spans(
     mixed_ptr, stats_ptr, starts_ptr, positions_ptr, ends_ptr, out_ptr, num_requests, num_spans,
-    HEADS: tl.constexpr, DIM: tl.constexpr, PIECE: tl.constexpr, UNIT: tl.constexpr, WINDOW: tl.constexpr,
-    PDL: tl.constexpr,
+    HEADS: tl.constexpr, DIM: tl.constexpr, PIECE: tl.constexpr, AHEAD: tl.constexpr, UNIT: tl.constexpr,
+    WINDOW: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -248,13 +211,24 @@ def _join_spans(
         low = end * 0
         if WINDOW > 0:
             low = tl.maximum(tl.load(positions_ptr + row).to(tl.int32) - WINDOW + 1, 0)
+        first_span = _span_of(low, UNIT)
+        last_span = _span_of(tl.maximum(end - 1, low), UNIT)
         base = (row * HEADS + head) * num_spans + tl.arange(0, 1)
-        mixed, total = _joined(
-            mixed_ptr, stats_ptr, base, tl.arange(0, 1) == 0, dim, _span_of(low, UNIT),
-            _span_of(tl.maximum(end - 1, low), UNIT), DIM, 1, 8,
-        )  # fmt: skip
+        run_top = tl.full((1,), float("-inf"), tl.float32)
+        run_total = tl.zeros((1,), tl.float32)
+        run_mixed = tl.zeros((1, PIECE), tl.float32)
+        for start in range(first_span, last_span + 1, AHEAD):
+            for step in tl.static_range(AHEAD):
+                part = base + start + step
+                is_part = start + step + tl.arange(0, 1) <= last_span
+                # Other multiprocessors wrote these: not from the cache of this one.
+                top = tl.load(stats_ptr + part * 2, mask=is_part, other=float("-inf"), cache_modifier=".cg")
+                total = tl.load(stats_ptr + part * 2 + 1, mask=is_part, other=0.0, cache_modifier=".cg")
+                at = mixed_ptr + part[:, None] * DIM + dim[None, :]
+                mixed = tl.load(at, mask=is_part[:, None], other=0.0, cache_modifier=".cg")
+                run_top, run_total, run_mixed = _fold(run_top, run_total, run_mixed, top, total, mixed)
         out = out_ptr + (row * HEADS + head) * DIM + dim[None, :]
-        tl.store(out, (mixed / total[:, None]).to(out_ptr.dtype.element_ty))
+        tl.store(out, (run_mixed / run_total[:, None]).to(out_ptr.dtype.element_ty))
 
 
 def launch_decode_attention(
@@ -281,31 +255,25 @@ def launch_decode_attention(
     is_exact = cache.dtype == torch.float32
     tile = tile or (EXACT_TILE if is_exact else HALF_TILE)
     requests, spans = starts.shape[0] - 1, workspace.mixed.shape[2]
-    rows_of_tile = QUERIES // group
-    tiles = -(-max_rows // rows_of_tile)
+    tiles = -(-max_rows // (QUERIES // group))
     groups = requests * tiles * kv_heads
     programs = 1 if groups >= tile.many_groups else max(1, min(spans, tile.programs // max(1, groups)))
-    join = _APART
-    if programs == 1:
-        join = _INSIDE
-    elif spans * min(max_rows, rows_of_tile) <= tile.joined_by_last and groups <= workspace.arrived.shape[0]:
-        join = _LAST
     launch(
         _attend, (requests * tiles, kv_heads, programs),
         q, cache, starts, rows, positions, ends, rows if pages is None else pages, workspace.mixed, workspace.stats,
-        out, workspace.arrived, dim**-0.5 * 1.4426950408889634, cache.stride(0), cache.stride(1), cache.stride(2),
+        out, dim**-0.5 * 1.4426950408889634, cache.stride(0), cache.stride(1), cache.stride(2),
         0 if pages is None else pages.stride(0),
         page_size if pages is None else pages.shape[1] * page_size, page_size, spans,
         KV_HEADS=kv_heads, GROUP=group, DIM=dim, QUERIES=QUERIES, TILES=tiles, PROGRAMS=programs, UNIT=UNIT,
-        BLOCK=tile.keys, WINDOW=window or 0, PAGED=pages is not None, EXACT=is_exact, JOIN=join,
+        BLOCK=tile.keys, WINDOW=window or 0, PAGED=pages is not None, EXACT=is_exact, INSIDE=programs == 1,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
-    if join == _APART:
+    if programs > 1:
         piece = min(dim, _PIECE)
         launch(
             _join_spans, (num_rows, heads, dim // piece),
             workspace.mixed, workspace.stats, starts, positions, ends, out, requests, spans,
-            HEADS=heads, DIM=dim, PIECE=piece, UNIT=UNIT, WINDOW=window or 0, num_warps=1,
+            HEADS=heads, DIM=dim, PIECE=piece, AHEAD=_AHEAD, UNIT=UNIT, WINDOW=window or 0, num_warps=1,
         )  # fmt: skip
 
 

@@ -13,34 +13,11 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sparkchat.kernels.gemm.plan import Plan, plan_of
-from sparkchat.kernels.launch import launch, power_of_two, prefetch, wait
+from sparkchat.kernels.launch import launch, overlaps, power_of_two, prefetch, wait
 
 _NONE, _ADD, _SILU_MUL = 0, 1, 2
 LEAST_ROWS, MOST_ROWS = 16, 64
 """Rows of a tile. Fewer than 16 would take another instruction, whose sums could differ."""
-
-
-@triton.jit
-def _to_bf16(w):
-    # Four e4m3 codes at a time: sign and the seven bits below it move to where bf16 has them, and 2^120 makes up for
-    # the difference of the exponents' bias; exact, subnormal codes included (but the code of NaN reads as 480). The
-    # card's own conversion goes by float32 and is slower than the weights arrive.
-    return tl.inline_asm_elementwise(
-        """{
-        .reg .b32 a, b, c;
-        mov.b32 c, 0x7b807b80;
-        prmt.b32 a, $2, 0, 0x1404;
-        prmt.b32 b, $2, 0, 0x3424;
-        and.b32 $0, a, 0x80008000;
-        and.b32 $1, b, 0x80008000;
-        shr.u32 a, a, 4;
-        shr.u32 b, b, 4;
-        lop3.b32 $0, a, 0x07f007f0, $0, 0xea;
-        lop3.b32 $1, b, 0x07f007f0, $1, 0xea;
-        mul.rn.bf16x2 $0, $0, c;
-        mul.rn.bf16x2 $1, $1, c;
-        }""", "=&r,=&r,r", [w], dtype=tl.bfloat16, is_pure=True, pack=4,
-    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -49,7 +26,7 @@ def _small_gemm(
     num_rows, num_out, size_k, x_stride, w_stride, scales_stride, out_stride, part_stride,
     ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_K: tl.constexpr, PART_K: tl.constexpr, EVEN_K: tl.constexpr,
     EPILOGUE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SCALES: tl.constexpr, EXACT: tl.constexpr,
-    BULK: tl.constexpr, PREFETCH_BYTES: tl.constexpr, FAST_CODES: tl.constexpr, PDL: tl.constexpr,
+    BULK: tl.constexpr, PREFETCH_BYTES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # Gate and up share a tile: its upper half are outputs of one, its lower half the same outputs of the other.
     OUTS: tl.constexpr = BLOCK_OUT // 2 if EPILOGUE == 2 else BLOCK_OUT
@@ -90,11 +67,7 @@ def _small_gemm(
             x = tl.load(x_at, mask=is_row[None, :] & is_k[:, None], other=0.0)
         if HAS_SCALES:
             scale = tl.load(scale_row + (start_k + k) // 128, mask=is_out & (start_k + k < size_k), other=0.0)
-            if x.dtype == tl.bfloat16 and FAST_CODES:
-                wide = _to_bf16(w)
-            else:
-                wide = w.to(x.dtype)
-            total += tl.dot(wide, x, input_precision="ieee") * scale[:, None]
+            total += tl.dot(w.to(x.dtype), x, input_precision="ieee") * scale[:, None]
         elif EXACT:
             total = tl.dot(w, x, total, input_precision="ieee")
         else:
@@ -130,7 +103,7 @@ def launch_small_gemm(
     """See ``small_gemm``. ``plan`` stands in for the tuned one, for measuring."""
     (n, k), count = weight.shape, x.shape[0]
     rows = max(LEAST_ROWS, min(MOST_ROWS, power_of_two(count)))
-    plan = plan or plan_of(weight, epilogue, rows)
+    plan = plan or plan_of(weight, epilogue, rows, overlaps())
     is_silu = epilogue == "silu_mul"
     outs = plan.block_out // 2 if is_silu else plan.block_out
     launch(
@@ -141,8 +114,7 @@ def launch_small_gemm(
         ROWS=rows, BLOCK_OUT=plan.block_out, BLOCK_K=plan.block_k, PART_K=plan.part_k,
         EVEN_K=k == plan.part_k * plan.splits, EPILOGUE={"add": _ADD, "silu_mul": _SILU_MUL}.get(epilogue, _NONE),
         HAS_BIAS=bias is not None, HAS_SCALES=scales is not None, EXACT=x.dtype == torch.float32, BULK=plan.is_bulk,
-        PREFETCH_BYTES=_prefetched(plan, weight), FAST_CODES=plan.fast_codes,
-        num_warps=plan.warps, num_stages=plan.stages,
+        PREFETCH_BYTES=_prefetched(plan, weight), num_warps=plan.warps, num_stages=plan.stages,
     )  # fmt: skip
 
 

@@ -34,17 +34,15 @@ class Plan:
     prefetch: int = PREFETCH
     is_bulk: bool = False
     """Weights come by the bulk copy engine, not by loads of every thread."""
-    fast_codes: bool = True
-    """8 bit weights become bf16 by shifts, not by the card's conversion."""
 
 
-def plan_of(weight: Tensor, epilogue: str, rows: int = 16) -> Plan:
-    """The plan of ``weight`` [n, k] for tiles of ``rows`` rows."""
-    return plan(weight.shape[0], weight.shape[1], weight.element_size(), epilogue, rows)
+def plan_of(weight: Tensor, epilogue: str, rows: int = 16, overlaps: bool = False) -> Plan:
+    """The plan of ``weight`` [n, k] for tiles of ``rows`` rows, launched with or without overlap."""
+    return plan(weight.shape[0], weight.shape[1], weight.element_size(), epilogue, rows, overlaps)
 
 
 @cache
-def plan(n: int, k: int, element_size: int, epilogue: str, rows: int = 16) -> Plan:
+def plan(n: int, k: int, element_size: int, epilogue: str, rows: int = 16, overlaps: bool = False) -> Plan:
     # The numbers are the best of benchmarks/results/2026-11-30-kernels.md.
     block_k = 32 if element_size == 4 else 64 if k < 1024 else 128
     if element_size == 1:
@@ -64,6 +62,9 @@ def plan(n: int, k: int, element_size: int, epilogue: str, rows: int = 16) -> Pl
         return Plan(64, block_k, splits, part_k, 2)
     if rows > 32 and element_size == 2 and epilogue != "partials":
         return Plan(128, block_k, splits, part_k, 4, warps=8)
+    if overlaps:
+        # Of the two forms run with overlap, the deep one gained by it and the shallow one lost.
+        return Plan(64, block_k, splits, part_k, 5)
     # Deep pipelines cost more to fill than they hide, but for the short grids of two parts; where two programs have
     # to share a multiprocessor, both must fit.
     is_short = splits == 2 and element_size == 2 and (rows <= 32 or 2 * -(-n // 64) <= MULTIPROCESSORS)
