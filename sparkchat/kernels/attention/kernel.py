@@ -7,7 +7,7 @@ and what a row does not see adds zeros.
 Spans grow with the position as the steps of a floating point number do: 64 keys below 2048, then 16 spans to every
 doubling. So a short context has a program on every multiprocessor and a long one has few sums to fold. Who folds is
 only a matter of speed: the program itself where it reads all of a row, a second launch otherwise (a fold by the last
-program to arrive took up to three times as long on an H200: benchmarks/results/2026-11-30-kernels.md).
+program to arrive took longer at every size on an H200: benchmarks/results/2026-11-30-kernels.md).
 """
 
 from __future__ import annotations
