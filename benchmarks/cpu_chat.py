@@ -2,7 +2,8 @@
 
     python benchmarks/cpu_chat.py MODEL.gguf [--drafter DIR] [--prompts N] [--tokens N] [--out FILE.json]
 
-transformers reads GGUF files only with `accelerate` installed; --no-transformers leaves that arm out.
+transformers runs the same weights dequantised to bfloat16 (reading the GGUF file itself it keeps codes packed, which
+is slower); --no-transformers leaves that arm out. Set GOMP_SPINCOUNT=5000 to have threads wait as those of the program.
 
 Every prompt goes through every arm before the next one, in rotating order, so that a slow minute of the machine hits
 all arms alike; ratios are of paired sums, with a bootstrap interval over prompts. Prompts are the held-out ones of
@@ -120,11 +121,16 @@ class TransformersArm:
     """``generate`` of transformers in bfloat16 on the same weights and prompt ids, as a user would call it."""
 
     def __init__(self, gguf: Path, engine: Engine, sampling: SamplingParams) -> None:
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoConfig, AutoModelForCausalLM
 
-        self._model = AutoModelForCausalLM.from_pretrained(
-            str(gguf.parent), gguf_file=gguf.name, dtype=torch.bfloat16
-        ).eval()
+        from sparkchat.train.weights import read_target
+
+        config = AutoConfig.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
+        self._model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+        weights = {f"model.{name}": value.to(torch.bfloat16) for name, value in read_target(gguf)[1].items()}
+        missing = self._model.load_state_dict(weights, strict=False)
+        assert missing.missing_keys == ["lm_head.weight"] and not missing.unexpected_keys, missing
+        self._model.tie_weights()
         self._engine, self._sampling = engine, sampling
 
     @torch.inference_mode()

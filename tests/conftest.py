@@ -16,18 +16,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 # Set before torch is imported anywhere, and inherited by every process a test starts.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Triton reads this when a kernel is defined, and whichever test comes first may be the one that imports them.
+if not Path("/dev/nvidiactl").exists():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
-USER_FOLDERS = {
-    "HOME": "home",
-    "XDG_CONFIG_HOME": "config",
-    "XDG_DATA_HOME": "data",
-    "XDG_CACHE_HOME": "cache",
-    "XDG_STATE_HOME": "state",
-    "XDG_RUNTIME_DIR": "run",
-    "HF_HOME": "hf",
-}
-# Child processes are not reached by the socket guard; they get addresses where nothing answers.
-DEAD_SERVERS = {"HF_ENDPOINT": "http://127.0.0.1:9", "PIP_INDEX_URL": "http://127.0.0.1:9/simple"}
+from fixtures.surroundings import DEAD_SERVERS, USER_FOLDERS
+
 LOOPBACK = {"127.0.0.1", "::1", "localhost"}
 
 

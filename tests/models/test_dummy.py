@@ -49,6 +49,6 @@ def test_the_shipped_shapes_are_those_that_were_published() -> None:
 def test_what_has_no_dense_config_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"config\.json"):
         load_target(tmp_path, device=CPU, is_dummy=True)
-    folder = write_shapes(tmp_path / "v4", architectures=["DeepseekV4ForCausalLM"])
+    folder = write_shapes(tmp_path / "gemma", architectures=["Gemma4ForConditionalGeneration"])
     with pytest.raises(UsageError, match="dummy weights are made for"):
         load_target(folder, device=CPU, is_dummy=True)

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from conftest import DEAD_SERVERS, USER_FOLDERS
 from fixtures import bigram, tape
+from fixtures.surroundings import DEAD_SERVERS, USER_FOLDERS
 from serve.served import Served
 
 SCRIPT = (b"Hello", b" w\xc3", b"\xb6", b"rld", b", one", b" two", b" three", b" \xf0\x9f", b"\xa6\x8a", b" end.")
