@@ -78,6 +78,25 @@ class DecoderStack:
         return self.norm(x, torch.float32)
 
 
+def forward_by_length(
+    batch: ForwardBatch, forward: Callable[[ForwardBatch, bool], tuple[Tensor, Tensor | None]]
+) -> tuple[Tensor, Tensor | None]:
+    """``forward(part, is_long)`` of the whole batch; on a CPU long and short spans apart where it holds both.
+
+    A span of a prompt takes other products than a decoded row, and a row's bits must not depend on its batch mates.
+    """
+    long = [r for r, count in enumerate(batch.counts) if count > LONG_SPAN]
+    if not long or len(long) == len(batch.counts) or batch.token_ids.device.type != "cpu":
+        return forward(batch, bool(long))
+    short = [r for r in range(len(batch.counts)) if r not in long]
+    (part, rows), (long_part, long_rows) = batch.part(short), batch.part(long)
+    outputs = zip(forward(part, False), forward(long_part, True), strict=True)
+    order = torch.cat([rows, long_rows]).argsort()
+    hidden, taps = (None if a is None else torch.cat([a, b])[order] for a, b in outputs)
+    assert hidden is not None
+    return hidden, taps
+
+
 class DenseModel:
     """The target. See ``TargetModel`` in base.py for the calls."""
 
@@ -122,18 +141,7 @@ class DenseModel:
     def forward(
         self, batch: ForwardBatch, cache: KVCache, tap_layers: tuple[int, ...] = ()
     ) -> tuple[Tensor, Tensor | None]:
-        long = [r for r, count in enumerate(batch.counts) if count > LONG_SPAN]
-        if not long or len(long) == len(batch.counts) or self.device.type != "cpu":
-            return self._forward(batch, cache, tap_layers, bool(long))
-        hidden = torch.empty((batch.token_ids.shape[0], self.config.hidden_size), device=self.device)
-        taps = torch.empty((hidden.shape[0], len(tap_layers) * hidden.shape[1]), device=self.device)
-        short = [r for r in range(len(batch.counts)) if r not in long]
-        for spans in (short, long):
-            part, rows = batch.part(spans)
-            hidden[rows], part_taps = self._forward(part, cache, tap_layers, spans is long)
-            if part_taps is not None:
-                taps[rows] = part_taps
-        return hidden, taps if tap_layers else None
+        return forward_by_length(batch, lambda part, is_long: self._forward(part, cache, tap_layers, is_long))
 
     def _forward(
         self, batch: ForwardBatch, cache: KVCache, tap_layers: tuple[int, ...], is_long: bool

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sparkchat.models.attention import SpanAttention, open_spans
 from sparkchat.models.base import ForwardBatch
-from sparkchat.models.dense import LONG_SPAN
+from sparkchat.models.dense import forward_by_length
 from sparkchat.models.gemma4.cache import TwoCaches
 from sparkchat.models.gemma4.config import Gemma4Config, read_gemma4_config
 from sparkchat.models.gemma4.layer import Gemma4Layer
@@ -83,18 +83,7 @@ class Gemma4:
     def forward(
         self, batch: ForwardBatch, cache: TwoCaches, tap_layers: tuple[int, ...] = ()
     ) -> tuple[Tensor, Tensor | None]:
-        long = [r for r, count in enumerate(batch.counts) if count > LONG_SPAN]
-        if not long or len(long) == len(batch.counts) or self.device.type != "cpu":
-            return self._forward(batch, cache, tap_layers, bool(long))
-        short = [r for r in range(len(batch.counts)) if r not in long]
-        hidden = torch.empty((batch.token_ids.shape[0], self.config.hidden_size), device=self.device)
-        taps = torch.empty((hidden.shape[0], len(tap_layers) * hidden.shape[1]), device=self.device)
-        for spans in (short, long):
-            part, rows = batch.part(spans)
-            hidden[rows], part_taps = self._forward(part, cache, tap_layers, spans is long)
-            if part_taps is not None:
-                taps[rows] = part_taps
-        return hidden, taps if tap_layers else None
+        return forward_by_length(batch, lambda part, is_long: self._forward(part, cache, tap_layers, is_long))
 
     def _forward(
         self, batch: ForwardBatch, cache: TwoCaches, tap_layers: tuple[int, ...], is_long: bool
