@@ -14,9 +14,6 @@ import argparse
 import json
 import multiprocessing
 import os
-import platform
-import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -30,7 +27,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 import torch.nn.functional as F
 import triton
-import triton.language as tl
+from gpu_timing import machine, read_bandwidth, time_graph
+from kernel_inputs import HALF, Maker, logits_of, settings_of
 from torch import Tensor
 
 from sparkchat.kernels.accept import AcceptBuffers
@@ -47,11 +45,8 @@ from sparkchat.kernels.markov.kernel import launch_markov_block
 from sparkchat.kernels.norm.kernel import launch_add_rms_norm
 from sparkchat.kernels.planner.kernel import launch_plan_lengths
 from sparkchat.kernels.rope.kernel import launch_write_qkv
-from sparkchat.kernels.sampling import DrawSettings
 
-HALF = torch.bfloat16
 D, INTER, HEADS, KV, DIM, VOCAB, RANK, LAYERS = 4096, 12288, 32, 8, 128, 151936, 256, 36
-ROTATE_BYTES = 400 << 20
 Run = Callable[[int], None]
 
 
@@ -67,28 +62,6 @@ class Case:
     variants: dict[str, Run]
     peer: Run | None = None
     found: dict[str, float] = field(default_factory=dict)
-
-
-class Maker:
-    """Makes tensors: random on a GPU; without contents on the CPU, where kernels are only compiled."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.is_real = device.type == "cuda"
-
-    def half(self, *shape: int, scale: float = 0.02) -> Tensor:
-        t = torch.empty(shape, dtype=HALF, device=self.device)
-        return t.normal_(0, scale) if self.is_real else t
-
-    def floats(self, *shape: int, scale: float = 1.0) -> Tensor:
-        t = torch.empty(shape, device=self.device)
-        return t.normal_(0, scale) if self.is_real else t
-
-    def ints(self, *values: int) -> Tensor:
-        return torch.tensor(values, dtype=torch.int32, device=self.device)
-
-    def sets(self, each: int) -> int:
-        return max(2, -(-ROTATE_BYTES // each)) if self.is_real else 1
 
 
 # Small products
@@ -250,23 +223,6 @@ LAWS = {"greedy": (0.0, 0, 1.0), "T 1": (1.0, 0, 1.0), "T .7 k 20 p .8": (0.7, 2
 """On the logits below the last keeps a few dozen tokens, as a trained model's law does, the one before 36,000."""
 
 
-def settings_of(make: Maker, requests: int, law: tuple[float, int, float]) -> DrawSettings:
-    settings = DrawSettings.empty(requests, make.device)
-    settings.temperature.fill_(law[0])
-    settings.top_k.fill_(law[1])
-    settings.top_p.fill_(law[2])
-    settings.seeds.copy_(torch.arange(requests))
-    return settings
-
-
-def logits_of(make: Maker, *shape: int) -> Tensor:
-    """Peaked as a language model's are: most of the mass on a few tokens."""
-    logits = make.floats(*shape, scale=2.0)
-    if make.is_real:
-        logits[..., ::3001] += 8
-    return logits
-
-
 def with_row_warps(run: Run) -> dict[str, Run]:
     """The program that finds a law with as many warps as it has, and with fewer."""
 
@@ -402,44 +358,6 @@ def time_steps(report: dict[str, Any], bandwidth: float) -> None:
         del step
 
 
-# Timing
-
-
-def time_graph(run: Run, sets: int, launches: int, repeats: int = 7) -> float:
-    """Microseconds of one run, the median over replays of a graph of ``launches`` runs."""
-    for i in range(min(sets, 2)):
-        run(i)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for i in range(launches):
-            run(i % sets)
-    times = []
-    for number in range(repeats + 2):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        if number >= 2:
-            times.append(begin.elapsed_time(end) * 1e3 / launches)
-    return statistics.median(times)
-
-
-@triton.jit
-def _read(x_ptr, out_ptr, BLOCK: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(out_ptr + tl.program_id(0), tl.sum(tl.load(x_ptr + at), axis=0))
-
-
-def read_bandwidth() -> float:
-    """Bytes per second of reading 4 GiB."""
-    block, count = 16384, 1 << 30
-    x = torch.ones(count, dtype=torch.int32, device="cuda")
-    out = torch.empty(count // block, dtype=torch.int32, device="cuda")
-    return 4 * count / (time_graph(lambda i: _read[(count // block,)](x, out, BLOCK=block, num_warps=8), 1, 1) / 1e6)
-
-
 def _drop(_: Tensor) -> None:
     """A result that only had to be computed."""
 
@@ -535,20 +453,6 @@ def measure(case: Case, bandwidth: float, report: dict[str, Any]) -> None:
         flush=True,
     )
     report["cases"].append({"name": case.name, "bytes": case.bytes, "us": case.found, "peer_us": peer, "best": best})
-
-
-def machine(commit: str | None) -> dict[str, Any]:
-    if commit is None:
-        asked = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-        commit = asked.stdout.strip() or None
-    return {
-        "gpu": torch.cuda.get_device_name(),
-        "host": platform.platform(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "cuda": torch.version.cuda,
-        "commit": commit,
-    }
 
 
 def parse_options() -> argparse.Namespace:
