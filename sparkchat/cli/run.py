@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -52,6 +53,7 @@ def run(
 ) -> int:
     """Chat with MODEL, or answer PROMPT (after the text piped in, if any) and end."""
     ids = _token_ids(prompt_ids)
+    _refuse_question_for_model(model)
     text = _prompt_text(tuple(prompt or ()), ids is not None, plain, ctx.params["raw"])
     _refuse_output(ctx, is_one_shot=ids is not None or text is not None)
     make_engine: Callable[[], Any] | None = None
@@ -70,6 +72,14 @@ def run(
         resume=resume,
     )
     return _answer(config, ids if ids is not None else text, plain, make_engine)
+
+
+def _refuse_question_for_model(model: str | None) -> None:
+    """The first word is MODEL, also where only a question was typed."""
+    if model is not None and " " in model and not Path(model).expanduser().exists():
+        raise UsageError(
+            f"{model[:40]!r} stands where MODEL does; to ask it, type: sparkchat run smollm2-135m 'QUESTION'"
+        )
 
 
 def _answer(

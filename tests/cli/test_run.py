@@ -128,6 +128,13 @@ def test_nothing_to_answer_is_refused(main: Cli, front: Front, stdin: Put, model
     assert (done.code, "nothing to answer" in done.error) == (2, True)
 
 
+def test_a_question_in_the_place_of_the_model_is_told(main: Cli, front: Front, stdin: Put) -> None:
+    stdin()
+    done = main("run", "Name three rivers")
+    assert (done.code, front.kind) == (2, "")
+    assert "'Name three rivers' stands where MODEL does" in done.error
+
+
 def test_piped_bytes_that_are_not_text_are_refused(main: Cli, front: Front, stdin: Put, model_folder: Path) -> None:
     stdin(b"ab\xff")
     assert "not UTF-8 (byte 2)" in main("run", model_folder).error
