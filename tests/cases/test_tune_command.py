@@ -49,7 +49,7 @@ def test_temperatures_are_fitted_kept_and_used(pair: tuple[Path, Path], own_fold
     assert kept.parent == own_folders / "cache" / "sparkchat" / "temperatures"
     assert kept.stat().st_mode & 0o777 == 0o600
     trace = own_folders / "t.spark.jsonl"
-    options = ("--drafter", pair[1], "--temperature", "1", "--max-tokens", "90", "--ignore-eos", "--mode", "static")
+    options = ("--drafter", pair[1], "--temperature", "1", "--max-tokens", "200", "--ignore-eos", "--mode", "static")
     assert sparkchat("run", pair[0], *options, "--trace", trace, "hello").code == 0
     header = json.loads(trace.read_text().splitlines()[0])
     assert (header["temperatures"], header["temperatures_source"]) == (sts["temperatures"], "fitted")
