@@ -88,7 +88,7 @@ class SharedTarget:
 
     def __init__(self, inner: DeepseekV4, caches: SharedCaches) -> None:
         self.inner, self._caches, self._team = inner, caches, caches.team
-        self.config, self.embedding = inner.config, inner.embedding
+        self.config, self.embedding, self.device = inner.config, inner.embedding, inner.device
 
     def new_cache(self, max_rows: int, context: int, max_block: int) -> SharedCache:
         inner = self.inner.new_cache(max_rows, context, max_block)

@@ -111,6 +111,19 @@ def test_every_mode_gives_the_tokens_of_one_rank(shared: Runner, alone: Runner) 
     assert shared.ids(requests()) == alone.ids([{**line, "mode": "off"} for line in requests()])
 
 
+def test_what_a_gpu_asks_of_a_pair_is_asked_of_a_shared_one(
+    folder: Path, teams: Teams, alone: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU captured steps are wanted, and lengths of the step before last are planned by."""
+    teams.close()
+    monkeypatch.setattr("sparkchat.engine.loading.wants_capture", lambda spec, device: True)
+    shared = teams.open(folder, 2)
+    shared.engine.pair.is_lagged = True
+    assert "captured step" in shared.engine.info["graphs"]
+    assert shared.ids(requests()) == alone.ids([{**line, "mode": "off"} for line in requests()])
+    teams.close()
+
+
 def test_seeded_sampling_gives_the_tokens_of_one_rank(folder: Path, teams: Teams, alone: Runner) -> None:
     shared, lines = teams.open(folder, 2), requests(temperature=0.8, seed=11, max_tokens=8)
     assert shared.ids(lines) == alone.ids(lines)
