@@ -8,6 +8,14 @@ from torch import Tensor
 from sparkchat.kernels.sampling import DrawSettings
 
 HALF = torch.bfloat16
+D, INTER, HEADS, KV, DIM, VOCAB, RANK, LAYERS = 4096, 12288, 32, 8, 128, 151936, 256, 36
+PRODUCTS = (
+    ("qkv", 6144, D, "partials"),
+    ("o", D, D, "partials"),
+    ("gate_up", 2 * INTER, D, "silu_mul"),
+    ("down", D, INTER, "partials"),
+    ("head", VOCAB, D, "none"),
+)
 ROTATE_BYTES = 400 << 20
 
 

@@ -28,7 +28,8 @@ import torch
 import torch.nn.functional as F
 import triton
 from gpu_timing import machine, read_bandwidth, time_graph
-from kernel_inputs import HALF, Maker, logits_of, settings_of
+from kernel_inputs import DIM, HALF, HEADS, KV, PRODUCTS, RANK, VOCAB, D, Maker, logits_of, settings_of
+from kernel_steps import KINDS, Step, time_steps
 from torch import Tensor
 
 from sparkchat.kernels.accept import AcceptBuffers
@@ -38,7 +39,7 @@ from sparkchat.kernels.attention import attention_workspace
 from sparkchat.kernels.attention.kernel import HALF_TILE, Tile, launch_decode_attention
 from sparkchat.kernels.gemm.kernel import launch_small_gemm
 from sparkchat.kernels.gemm.plan import Plan, plan_of
-from sparkchat.kernels.launch import overlap, overlaps, started_by
+from sparkchat.kernels.launch import overlap, started_by
 from sparkchat.kernels.markov import MarkovBuffers
 from sparkchat.kernels.markov import kernel as markov_kernel
 from sparkchat.kernels.markov.kernel import launch_markov_block
@@ -46,7 +47,6 @@ from sparkchat.kernels.norm.kernel import launch_add_rms_norm
 from sparkchat.kernels.planner.kernel import launch_plan_lengths
 from sparkchat.kernels.rope.kernel import launch_write_qkv
 
-D, INTER, HEADS, KV, DIM, VOCAB, RANK, LAYERS = 4096, 12288, 32, 8, 128, 151936, 256, 36
 Run = Callable[[int], None]
 
 
@@ -66,13 +66,6 @@ class Case:
 
 # Small products
 
-PRODUCTS = (
-    ("qkv", 6144, D, "partials"),
-    ("o", D, D, "partials"),
-    ("gate_up", 2 * INTER, D, "silu_mul"),
-    ("down", D, INTER, "partials"),
-    ("head", VOCAB, D, "none"),
-)
 TILES = ((64, 128, 3, 4), (64, 128, 4, 4), (64, 128, 5, 4), (128, 128, 4, 8))
 """Outputs, inputs of a tile, stages, warps."""
 
@@ -277,87 +270,6 @@ def sampling_cases(make: Maker) -> Iterator[Case]:
         )  # fmt: skip
 
 
-# A whole step
-
-ALL_PARTS = "pnwa"
-"""Products, norms, writes of keys and values, attention."""
-
-
-class Step:
-    """36 layers and the head on static buffers."""
-
-    def __init__(self, make: Maker, rows: int, context: int = 1024) -> None:
-        layers = LAYERS if make.is_real else 1
-        self.weights = [
-            [make.half(n, k) for _, n, k, _ in PRODUCTS[:4]] for _ in range(layers)
-        ]  # fmt: skip
-        self.head = make.half(VOCAB, D)
-        self.parts = [torch.zeros(plan_of(w, "partials").splits, rows, w.shape[0], device=make.device)
-                      for w in (self.weights[0][0], self.weights[0][1], self.weights[0][3])]  # fmt: skip
-        self.x, self.h, self.norm = make.floats(rows, D), make.half(rows, D), torch.ones(D, device=make.device)
-        self.q, self.mixed, self.up = make.half(rows, HEADS, DIM), make.half(rows, HEADS, DIM), make.half(rows, INTER)
-        self.caches = [make.half(1, 2 * KV, context + 256, DIM, scale=1.0) for _ in range(layers)]
-        self.at = torch.arange(context, context + rows, device=make.device)
-        self.ends, self.row, self.starts = self.at + 1, make.ints(*[0] * rows), make.ints(0, rows)
-        self.rope, self.qk = make.floats(context + 256, DIM), torch.ones(HEADS + KV, DIM, device=make.device)
-        self.space = attention_workspace(rows, HEADS, DIM, context + 256, make.device)
-        self.logits = torch.empty(rows, VOCAB, device=make.device)
-        self.rows = rows
-        self.bytes = 2 * layers * sum(n * k for _, n, k, _ in PRODUCTS[:4]) + 2 * VOCAB * D
-
-    def run(self, prefetch: int, parts: str = ALL_PARTS) -> None:
-        """All launches, or those of the ``parts`` named by their letters."""
-
-        def product(x: Tensor, weight: Tensor, out: Tensor, epilogue: str) -> None:
-            if "p" in parts:
-                plan = replace(plan_of(weight, epilogue, max(16, self.rows), overlaps()), prefetch=prefetch)
-                launch_small_gemm(x, weight, out, None, None, epilogue, plan)
-
-        def norm(delta: Tensor) -> None:
-            if "n" in parts:
-                launch_add_rms_norm(self.x, delta, self.norm, 1e-6, self.h, None)
-
-        qkv, o, down = self.parts
-        for (w_qkv, w_o, w_up, w_down), cache in zip(self.weights, self.caches, strict=True):
-            norm(down)
-            product(self.h, w_qkv, qkv, "partials")
-            if "w" in parts:
-                launch_write_qkv(qkv, self.at, self.row, self.rope, cache, self.q, self.qk, 1e-6, None)
-            if "a" in parts:
-                launch_decode_attention(
-                    self.q, cache, self.starts, self.row, self.at, self.ends, self.mixed, self.space, self.rows, None,
-                    None,
-                )  # fmt: skip
-            product(self.mixed.view(self.rows, D), w_o, o, "partials")
-            norm(o)
-            product(self.h, w_up, self.up, "silu_mul")
-            product(self.up, w_down, down, "partials")
-        norm(down)
-        product(self.h, self.head, self.logits, "none")
-
-
-def run_step(_: int, step: Step, prefetch: int, parts: str) -> None:
-    step.run(prefetch, parts)
-
-
-def time_steps(report: dict[str, Any], bandwidth: float) -> None:
-    make = Maker(torch.device("cuda"))
-    for rows in (1, 8):
-        step = Step(make, rows)
-        kinds = [("no overlap", None, ALL_PARTS), *((f"prefetch {n}", n, ALL_PARTS) for n in PREFETCHES)]
-        kinds += [(f"prefetch 512, {without}", 512, parts) for without, parts in (
-            ("products only", "p"), ("no products", "nwa"), ("no norms", "pwa"), ("no writes", "pna"),
-            ("no attention", "pnw"))]  # fmt: skip
-        kinds.append(("no overlap, products only", None, "p"))
-        for label, prefetch, parts in kinds:
-            with overlap(prefetch is not None):
-                us = time_graph(partial(run_step, step=step, prefetch=prefetch or 0, parts=parts), 1, 1)
-            floor = step.bytes / bandwidth * 1e6
-            print(f"step {rows} rows, {label:32} {us:8.1f} us  {us / floor:5.2f} x floor {floor:.0f}", flush=True)
-            report.setdefault("steps", []).append({"rows": rows, "label": label, "us": us, "floor_us": floor})
-        del step
-
-
 def _drop(_: Tensor) -> None:
     """A result that only had to be computed."""
 
@@ -373,7 +285,6 @@ GROUPS: dict[str, Callable[[Maker], Iterator[Case]]] = {
     "small": small_cases,
     "sampling": sampling_cases,
 }
-PREFETCHES = (0, 256, 512, 1024)
 
 
 def prepare(share: tuple[int, int, tuple[str, ...]]) -> int:
@@ -401,11 +312,13 @@ def prepare(share: tuple[int, int, tuple[str, ...]]) -> int:
                         run(0)
                         done += 1
                     number += 1
-    with started_by(compile_only), overlap():
-        if first < len(PREFETCHES):
-            for rows in (1, 8):
-                Step(make, rows).run(PREFETCHES[first])
-                done += 1
+        for which, prefetch in dict.fromkeys((which, prefetch) for _, which, prefetch, _ in KINDS):
+            if number % step == first:
+                with overlap(which):
+                    for rows in (1, 8):
+                        Step(make, rows).run(prefetch)
+                        done += 1
+            number += 1
     return done
 
 

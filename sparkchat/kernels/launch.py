@@ -2,37 +2,53 @@
 
 With overlap on, a kernel may start while the one before it on the stream still runs: it loads what never changes
 (weights), then waits (``wait`` below) before it reads or writes anything else. Every kernel of this package waits, so
-when one has ended, all before it have.
+when one has ended, all before it have. A kernel that is launched the ordinary way waits as well, for nothing, and lets
+the one behind it start.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from enum import Enum
 from typing import Any
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-_overlaps = False
+
+class Overlap(Enum):
+    """Which kernels may start early."""
+
+    NONE = "none"
+    SMALL = "small"
+    """All but those that stream a large matrix: on an H200 these lost by it what the others gained
+    (benchmarks/results/2026-11-30-kernels.md, third run)."""
+    ALL = "all"
+
+
+_overlap = Overlap.NONE
 _start: Callable[..., Any] | None = None
 
 
 @contextmanager
-def overlap(is_on: bool = True) -> Iterator[None]:
-    """Within the block, kernels are launched (or captured into a graph) with programmatic dependent launch."""
-    global _overlaps
-    before, _overlaps = _overlaps, is_on
+def overlap(which: Overlap | bool = Overlap.ALL) -> Iterator[None]:
+    """Within the block, kernels are launched (or captured into a graph) with programmatic dependent launch; True means
+    all of them."""
+    global _overlap
+    if isinstance(which, bool):
+        which = Overlap.ALL if which else Overlap.NONE
+    before, _overlap = _overlap, which
     try:
         yield
     finally:
-        _overlaps = before
+        _overlap = before
 
 
-def overlaps() -> bool:
-    """Whether a launch made here would be one of an ``overlap`` block."""
-    return _overlaps
+def starts_early(is_streaming: bool) -> bool:
+    """Whether a launch made here may start early; ``is_streaming``: it reads a large matrix once."""
+    return _overlap is Overlap.ALL or (_overlap is Overlap.SMALL and not is_streaming)
 
 
 @contextmanager
@@ -46,14 +62,15 @@ def started_by(start: Callable[..., Any]) -> Iterator[None]:
         _start = before
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
-    """Start ``kernel``; its last constexpr is PDL."""
-    if _overlaps:
+def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, is_streaming: bool = False, **options: Any) -> None:
+    """Start ``kernel``; its last constexpr is PDL. ``is_streaming``: see ``Overlap.SMALL``."""
+    if starts_early(is_streaming):
         options["launch_pdl"] = True
+    is_on = _overlap is not Overlap.NONE
     if _start is not None:
-        _start(kernel, grid, *arguments, PDL=_overlaps, **options)
+        _start(kernel, grid, *arguments, PDL=is_on, **options)
         return
-    kernel[grid](*arguments, PDL=_overlaps, **options)
+    kernel[grid](*arguments, PDL=is_on, **options)
 
 
 @triton.jit

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from sparkchat.kernels.gemm import EPILOGUES, gemm_splits, small_gemm
 from sparkchat.kernels.gemm.kernel import launch_small_gemm
 from sparkchat.kernels.gemm.plan import plan, plan_of
 from sparkchat.kernels.gemm.reference import dequantise, small_gemm_reference
-from sparkchat.kernels.launch import overlap, started_by
+from sparkchat.kernels.launch import Overlap, overlap, started_by
+from sparkchat.kernels.norm.kernel import launch_add_rms_norm
 
 NAN = float("nan")
 
@@ -118,3 +120,26 @@ def test_what_does_not_fit_is_refused() -> None:
         small_gemm(x, weight, torch.zeros(2, 5))
     with pytest.raises(ValueError, match="scales"):
         small_gemm(x, weight.to(torch.float8_e4m3fn), torch.zeros(2, 6))
+
+
+def test_only_small_kernels_start_early_where_that_is_asked_for() -> None:
+    """A product then lets the kernel behind it start, but neither starts early itself nor calls weights into L2."""
+    noted = []
+
+    def note(kernel: Any, grid: tuple[int, ...], *arguments: object, **options: Any) -> None:
+        early = options.get("launch_pdl", False)
+        noted.append((kernel.fn.__name__, options["PDL"], early, options.get("PREFETCH_BYTES", 0) > 0))
+
+    x, weight = torch.zeros(1, 4096, dtype=torch.bfloat16), torch.zeros(512, 4096, dtype=torch.bfloat16)
+    out = torch.zeros(1, 512)
+    with started_by(note):
+        for which in Overlap:
+            with overlap(which):
+                launch_small_gemm(x, weight, out, None, None, "none")
+                launch_add_rms_norm(None, out, torch.ones(512), 1e-6, out, None)
+    product, norm = "_small_gemm", "_add_rms_norm"
+    assert noted == [
+        (product, False, False, False), (norm, False, False, False),
+        (product, True, False, False), (norm, True, True, False),
+        (product, True, True, True), (norm, True, True, False),
+    ]  # fmt: skip

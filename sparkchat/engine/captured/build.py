@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,6 +16,9 @@ from sparkchat.engine.captured.step import CapturedStep
 from sparkchat.engine.captured.tiers import row_tiers
 from sparkchat.engine.pair import LoadedPair
 from sparkchat.engine.request import RequestState
+
+if TYPE_CHECKING:
+    from sparkchat.kernels.launch import Overlap
 
 BLOCKS_BEHIND = 3
 """Blocks of room behind the context: a block may be drafted over its end while the step before is still in flight."""
@@ -56,13 +59,13 @@ def build_decoder(
     block: int,
     stages: Stages | None = None,
     is_fused: bool | None = None,
-    overlaps: bool = False,
+    overlaps: Overlap | bool = False,
 ) -> CapturedDecoder:
     """A decoder for up to ``seats`` requests; takes all the storage of the pair's caches for good.
 
     ``stages`` None captures on a GPU and runs eagerly elsewhere. ``is_fused`` None takes the kernels of
     ``sparkchat.kernels`` on a GPU where they compute all that the pair needs, True insists, False takes torch's own.
-    ``overlaps``: captured kernels may start while the one before them ends (kernels/launch.py).
+    ``overlaps``: which captured kernels may start while the one before them ends (kernels/launch.py).
     """
     device = pair.device
     pair.cache.fill()

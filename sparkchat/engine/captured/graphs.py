@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
+
+if TYPE_CHECKING:
+    from sparkchat.kernels.launch import Overlap
 
 Stage = Callable[[], None]
 
@@ -48,8 +51,8 @@ class GraphStages:
 
     name = "graphs"
 
-    def __init__(self, device: torch.device, overlaps: bool = False) -> None:
-        """``overlaps``: captured kernels of ours may start while the one before them ends (kernels/launch.py)."""
+    def __init__(self, device: torch.device, overlaps: Overlap | bool = False) -> None:
+        """``overlaps``: which captured kernels of ours may start while the one before them ends (kernels/launch.py)."""
         self._device, self._overlaps = device, overlaps
         self._pool = torch.cuda.graph_pool_handle()
         # One for all: torch keeps memory apart by stream.

@@ -13,7 +13,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sparkchat.kernels.gemm.plan import Plan, plan_of
-from sparkchat.kernels.launch import launch, overlaps, power_of_two, prefetch, wait
+from sparkchat.kernels.launch import launch, power_of_two, prefetch, starts_early, wait
 
 _NONE, _ADD, _SILU_MUL = 0, 1, 2
 LEAST_ROWS, MOST_ROWS = 16, 64
@@ -103,7 +103,7 @@ def launch_small_gemm(
     """See ``small_gemm``. ``plan`` stands in for the tuned one, for measuring."""
     (n, k), count = weight.shape, x.shape[0]
     rows = max(LEAST_ROWS, min(MOST_ROWS, power_of_two(count)))
-    plan = plan or plan_of(weight, epilogue, rows, overlaps())
+    plan = plan or plan_of(weight, epilogue, rows, starts_early(is_streaming=True))
     is_silu = epilogue == "silu_mul"
     outs = plan.block_out // 2 if is_silu else plan.block_out
     launch(
@@ -114,13 +114,15 @@ def launch_small_gemm(
         ROWS=rows, BLOCK_OUT=plan.block_out, BLOCK_K=plan.block_k, PART_K=plan.part_k,
         EVEN_K=k == plan.part_k * plan.splits, EPILOGUE={"add": _ADD, "silu_mul": _SILU_MUL}.get(epilogue, _NONE),
         HAS_BIAS=bias is not None, HAS_SCALES=scales is not None, EXACT=x.dtype == torch.float32, BULK=plan.is_bulk,
-        PREFETCH_BYTES=_prefetched(plan, weight), num_warps=plan.warps, num_stages=plan.stages,
+        PREFETCH_BYTES=_prefetched(plan, weight), is_streaming=True, num_warps=plan.warps, num_stages=plan.stages,
     )  # fmt: skip
 
 
 def _prefetched(plan: Plan, weight: Tensor) -> int:
-    """Bytes of each row to call into L2: whole units of 16 that lie within the row."""
+    """Bytes of each row to call into L2 before others have ended: whole units of 16 that lie within the row."""
     size = weight.element_size()
+    if not starts_early(is_streaming=True):
+        return 0
     if weight.shape[1] != plan.part_k * plan.splits or weight.stride(0) * size % 16:
         return 0
     return min(plan.prefetch, plan.part_k * size)

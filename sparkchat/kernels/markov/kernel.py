@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparkchat.kernels.launch import check_flat, launch, power_of_two, prefetch, wait
+from sparkchat.kernels.launch import check_flat, launch, power_of_two, prefetch, starts_early, wait
 from sparkchat.kernels.sampling import VOCAB_BLOCK, DrawSettings
 from sparkchat.kernels.sampling.kernel import ROW_WARPS, chunk_of, divisor, draw_token, find_law, uniform
 
@@ -154,7 +154,7 @@ def launch_markov_block(
     rank = w2.shape[1] if w2 is not None else 16
     rows = max(LEAST_ROWS, min(MOST_ROWS, power_of_two(requests)))
     exact = w2 is not None and w2.dtype == torch.float32
-    row_bytes = 0 if w2 is None else rank * w2.element_size()
+    row_bytes = 0 if w2 is None or not starts_early(is_streaming=True) else rank * w2.element_size()
     s = settings
     for k in range(width):
         previous = anchors if k == 0 else buffers.tokens[:, k - 1]
@@ -164,7 +164,7 @@ def launch_markov_block(
             scratch.block_max, scratch.block_sum, requests, vocab, base.stride(0), previous.stride(0), num_blocks,
             RANK=rank, ROWS=rows, WIDTH=VOCAB_BLOCK, STEP=max(LEAST_STEP, min(128, power_of_two(rank))),
             HAS_HEAD=has_head, EXACT=exact, PREFETCH_BYTES=row_bytes if has_head and row_bytes % 16 == 0 else 0,
-            num_warps=4, num_stages=1 if exact else 3,
+            is_streaming=True, num_warps=4, num_stages=1 if exact else 3,
         )  # fmt: skip
         launch(
             _draw_draft, (requests,),
