@@ -1,0 +1,126 @@
+"""Residual streams between two sub-blocks: what the one wrote is merged, what the other reads is made and normed.
+
+Shapes: N rows, S streams, d hidden size, P parts of an output, Q = 2 S + S^2 numbers of a connection (S of a head).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sparkchat.kernels.hyper.reference import connect_streams_reference
+
+ROW_TILE = 16
+"""Rows that one program multiplies by the stream weights, always: a row's bits do not depend on how many there are."""
+NUMBERS = 32
+"""Room for the sums of a row: Q of them and the squares."""
+_LEAST_COLUMNS = 16
+
+
+@dataclass(frozen=True)
+class StreamWeights:
+    """How numbers are made of all streams of a row."""
+
+    fn: Tensor
+    """[Q, S*d] float32"""
+    base: Tensor
+    """[Q] float32"""
+    scale: Tensor
+    """[Q] float32"""
+    streams: int
+    """S"""
+    rms_eps: float
+    eps: float
+    """Added to what is read of a stream, and in the balancing of the combination."""
+    iterations: int = 0
+    """Of the balancing; 0 for a head, which only reads."""
+
+    @property
+    def is_head(self) -> bool:
+        return self.iterations == 0
+
+
+@dataclass(frozen=True)
+class PartList:
+    """Parts of one output that lie anywhere the device can read, as those of other ranks do: added in this order."""
+
+    tensors: tuple[Tensor, ...]
+    """[N, d] each, of one dtype and row stride"""
+    addresses: Tensor
+    """[P] int64, on the device"""
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor]) -> PartList:
+        """Raises ValueError where the tensors are not laid out alike."""
+        if len({(t.dtype, t.stride(), t.shape[1]) for t in tensors}) != 1 or tensors[0].stride(1) != 1:
+            raise ValueError("the parts of an output must have one dtype and one layout")
+        where = torch.tensor([t.data_ptr() for t in tensors], dtype=torch.int64)
+        return cls(tuple(tensors), where.to(tensors[0].device))
+
+
+@dataclass(frozen=True)
+class HyperWorkspace:
+    """Sums of some columns of every row, and how many programs have left theirs."""
+
+    sums: Tensor
+    """[N, programs, NUMBERS] float32"""
+    arrived: Tensor
+    """[tiles of rows] int32, counting on and on"""
+
+
+def column_programs(hidden_size: int) -> int:
+    """Programs that share the columns of the streams: 64 for 4096. A power of two."""
+    programs = 1
+    while programs < 64 and hidden_size % (2 * programs * _LEAST_COLUMNS) == 0:
+        programs *= 2
+    return programs
+
+
+def hyper_workspace(max_rows: int, hidden_size: int, device: torch.device) -> HyperWorkspace:
+    """Room for ``max_rows`` rows. One workspace serves all connections of a stream of launches, one after the other."""
+    tiles = -(-max_rows // ROW_TILE)
+    shape = (max_rows, column_programs(hidden_size), NUMBERS)
+    return HyperWorkspace(
+        torch.empty(shape, dtype=torch.float32, device=device),
+        torch.zeros(tiles, dtype=torch.int32, device=device),
+    )
+
+
+def connect_streams(
+    streams: Tensor,
+    weights: StreamWeights,
+    workspace: HyperWorkspace,
+    *,
+    output: Tensor | PartList | None = None,
+    mix: Tensor | None = None,
+    merged: Tensor | None = None,
+    next_mix: Tensor | None = None,
+    norm: Tensor | None = None,
+    norm_eps: float = 0.0,
+    out: Tensor | None = None,
+    taken: Tensor | None = None,
+    tap: Tensor | None = None,
+) -> None:
+    """Merge the output of the sub-block before, and read the input of the next one.
+
+    streams [N, S, d] before the sub-block; output [N, d], partial sums [P, N, d] that are added in order, or parts
+    anywhere; mix [N, S + S^2] float32 as the call before left it in ``next_mix`` (which may be the same tensor);
+    merged [N, S, d], not the streams themselves, receives the streams behind the sub-block. Without an output the
+    streams are read as they are. norm [d] float32.
+
+    Receive: out [N, d] what is read, normed; taken [N, d] the same before the norm; tap [N, d] (row stride free) the
+    mean of the streams that are read. Raises ValueError for shapes that no kernel takes.
+    """
+    if not streams.is_cuda:
+        connect_streams_reference(
+            streams, weights, output, mix, merged, next_mix, norm, norm_eps, out, taken, tap
+        )  # fmt: skip
+        return
+    from sparkchat.kernels.hyper.kernel import launch_connect_streams
+
+    launch_connect_streams(
+        streams, weights, workspace, output, mix, merged, next_mix, norm, norm_eps, out, taken, tap
+    )  # fmt: skip
