@@ -166,7 +166,7 @@ class DenseModel:
     ) -> tuple[Tensor, Tensor | None]:
         """As ``forward``, for rows that lie on the device with all that is known of them; the cache keeps no count.
 
-        Positions must be below what ``stack.rope.prepare`` was given, and the cache filled.
+        Positions must be below what ``prepare`` was given, and the cache filled.
         """
         x = self.embedding(rows.token_ids)
         if self.fused is not None:
@@ -180,6 +180,10 @@ class DenseModel:
 
         hidden = self.stack.run_rows(x, rows, attention, keep if tap_layers else None)
         return hidden, torch.cat([taps[layer] for layer in tap_layers], dim=1) if tap_layers else None
+
+    def prepare(self, end: int) -> None:
+        """Positions of ``decode_rows`` will lie below ``end``."""
+        self.stack.rope.prepare(end)
 
     def fuse(self, cache: KVCache, most_rows: int, most_per_request: int) -> None:
         """Run ``decode_rows`` over this filled cache by the kernels of ``sparkchat.kernels`` from now on."""

@@ -26,6 +26,8 @@ class RowBatch:
     """Positions below this are seen: position + 1, or for rows of a block, which see each other, the block's end."""
     starts: Tensor | None = None
     """[R+1] int32: rows starts[r]:starts[r+1] are request r's, rows behind starts[R] nobody's."""
+    spare_row: int = 0
+    """A cache row that is nobody's, for what has to be written somewhere."""
 
 
 class RowAttention:

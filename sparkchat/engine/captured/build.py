@@ -74,7 +74,7 @@ def build_decoder(
         pair.draft_cache.fill()
         end = max(end, pair.draft_cache.context)
         pair.drafter.prepare(end)
-    pair.target.stack.rope.prepare(end)
+    pair.target.prepare(end)
     if is_fused is None:
         is_fused = device.type == "cuda" and can_fuse(pair)
     if is_fused:

@@ -97,17 +97,24 @@ class CapturedStep:
             self.pair.drafter.store_rows(features, handed, self.pair.draft_cache)
 
     def _block_rows(self, count: int, mask: int) -> RowBatch:
-        """[anchor, mask, ...] of every request; rows of a block see its drafted length of it."""
-        seats = self.seats
-        place = torch.arange(self.width, device=seats.anchor.device)
-        start, drafted = seats.kv_len[:count, None], self.inputs.whole(count)[0][:, None]
+        """[anchor, mask, ...] of every request; rows of a block see its drafted length of it.
+
+        A block of nobody is a copy of the last request's, or stands in the spare row where there is no request.
+        """
+        seats, device = self.seats, self.seats.anchor.device
+        place = torch.arange(self.width, device=device)
+        drafted, _, _, num_requests, _ = self.inputs.whole(count)
+        seat = torch.minimum(torch.arange(count, device=device), (num_requests - 1).clamp(min=0))
+        start, drafted = seats.kv_len[seat, None], drafted[seat, None]
+        rows = torch.where(num_requests > 0, seats.draft_row[seat], self.spare_draft_row)
         return RowBatch(
-            token_ids=torch.where(place == 0, seats.anchor[:count, None], mask).flatten(),
+            token_ids=torch.where(place == 0, seats.anchor[seat, None], mask).flatten(),
             positions=(start + place).flatten(),
             # Repeated, not expanded: of one request, flattened, that stays a view of one number.
-            cache_rows=seats.draft_row[:count, None].repeat(1, self.width).flatten(),
+            cache_rows=rows[:, None].repeat(1, self.width).flatten(),
             ends=(start + drafted).clamp(min=1).repeat(1, self.width).flatten(),
-            starts=torch.arange(count + 1, dtype=torch.int32, device=seats.anchor.device) * self.width,
+            starts=torch.arange(count + 1, dtype=torch.int32, device=device) * self.width,
+            spare_row=self.spare_draft_row,
         )
 
     def _drawn(self, logits: Tensor, u: Tensor, count: int, draws: Draws) -> tuple[Tensor, Tensor | None]:
@@ -153,6 +160,7 @@ class CapturedStep:
             cache_rows=torch.where(is_real, seats.cache_row[owner], self.spare_row),
             ends=positions + 1,
             starts=starts.int(),
+            spare_row=self.spare_row,
         )
         return rows, owner, is_real, torch.where(is_real, seats.draft_row[owner], self.spare_draft_row)
 

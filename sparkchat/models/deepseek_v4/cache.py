@@ -172,6 +172,12 @@ class StateCache:
         self._lengths[row] = 0
         return row
 
+    def fill(self) -> None:
+        """Take all the storage there can be, so that addresses never change again."""
+        self._num_rows = self.max_rows
+        for store in self.stores.values():
+            store.grow(self.max_rows, round_up(self.context, SLOT_STEP))
+
     def free(self, row: int) -> None:
         del self._lengths[row]
         self._kept.pop(row, None)

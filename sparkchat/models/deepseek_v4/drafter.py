@@ -21,11 +21,13 @@ from sparkchat.models.deepseek_v4.cache import SINK_SLOTS, StateCache
 from sparkchat.models.deepseek_v4.config import WINDOW_ONLY, DeepseekV4Config
 from sparkchat.models.deepseek_v4.hyper import HyperHead
 from sparkchat.models.deepseek_v4.model import DeepseekV4
+from sparkchat.models.deepseek_v4.row_sight import RowSight
 from sparkchat.models.deepseek_v4.scope import Scope
 from sparkchat.models.deepseek_v4.sight import Sight
 from sparkchat.models.deepseek_v4.stack import Stack
 from sparkchat.models.deepseek_v4.vocabulary import VocabularyHead, VocabularyRows
 from sparkchat.models.dspark.heads import ConfidenceHead, VanillaHead
+from sparkchat.models.rows import RowBatch
 
 SPARE_POSITIONS = 272
 """Positions a ring holds beside the window, the block's own among them; a rewind may go back over the rest. More than
@@ -144,6 +146,30 @@ class DsparkDrafter:
         sight = Sight(cache, spans, batch.positions, self._target.ropes, self._target.num_heads, is_block=True)
         streams = self._stack.run(self._target.streams(batch.token_ids), batch.token_ids, sight)
         sight.discard()
+        return self._streams_head(streams)
+
+    def prepare(self, end: int) -> None:
+        """Positions of ``store_rows`` and ``draft_rows`` will lie below ``end``."""
+        self._target.prepare(end)
+
+    @torch.inference_mode()
+    def store_rows(self, features: Tensor, rows: RowBatch, cache: ContextCache) -> None:
+        """As ``extend_context``, asking the host nothing; the cache is filled and keeps no count."""
+        x = self._project_norm(self._project(features.to(self._project.dtype)).float(), self._project.dtype)
+        rotations = self._target.ropes.at(WINDOW_ONLY, rows.positions)
+        store = cache.stores[WINDOW_ONLY]
+        slots = SINK_SLOTS + rows.positions % store.ring
+        for stage, layer in enumerate(self._stack.layers):
+            data = store.latents.data[stage]
+            data[rows.cache_rows, slots] = layer.attention.latents(x, rotations).to(data.dtype)
+
+    @torch.inference_mode()
+    def draft_rows(self, rows: RowBatch, cache: ContextCache) -> Tensor:
+        """As ``backbone``, asking the host nothing: blocks of one width, seen up to ``rows.ends``."""
+        assert rows.starts is not None
+        width = rows.positions.shape[0] // (rows.starts.shape[0] - 1)
+        sight = RowSight(cache, rows, self._target.ropes, self._target.num_heads, block=width)
+        streams = self._stack.run(self._target.streams(rows.token_ids), rows.token_ids, sight)
         return self._streams_head(streams)
 
     @torch.inference_mode()

@@ -17,11 +17,13 @@ from sparkchat.models.deepseek_v4.cache import StateCache
 from sparkchat.models.deepseek_v4.config import DeepseekV4Config
 from sparkchat.models.deepseek_v4.hyper import HyperHead
 from sparkchat.models.deepseek_v4.rope import Ropes
+from sparkchat.models.deepseek_v4.row_sight import RowSight, repeat_last
 from sparkchat.models.deepseek_v4.scope import Scope, TensorReader
 from sparkchat.models.deepseek_v4.sight import Sight
 from sparkchat.models.deepseek_v4.stack import Stack
 from sparkchat.models.deepseek_v4.vocabulary import VocabularyHead, VocabularyRows
 from sparkchat.models.parallel import ALONE, Group
+from sparkchat.models.rows import RowBatch
 
 
 class DeepseekV4:
@@ -86,12 +88,31 @@ class DeepseekV4:
         """
         spans = open_spans(batch.cache_rows, batch.row_starts, cache)  # type: ignore[arg-type]
         sight = Sight(cache, spans, batch.positions, self.ropes, self.num_heads)
-        streams = self.streams(batch.token_ids)
+        outputs = self._run(batch.token_ids, sight, tap_layers)
+        sight.advance()
+        return outputs
+
+    @torch.inference_mode()
+    def decode_rows(
+        self, rows: RowBatch, cache: StateCache, tap_layers: tuple[int, ...] = ()
+    ) -> tuple[Tensor, Tensor | None]:
+        """As ``forward``, for rows that lie on the device with all that is known of them; the cache keeps no count.
+
+        Positions must be below what ``prepare`` was given, and the cache filled.
+        """
+        rows = repeat_last(rows)
+        return self._run(rows.token_ids, RowSight(cache, rows, self.ropes, self.num_heads), tap_layers)
+
+    def prepare(self, end: int) -> None:
+        """Positions of ``decode_rows`` will lie below ``end``."""
+        self.ropes.prepare(end)
+
+    def _run(self, token_ids: Tensor, sight: Sight, tap_layers: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:
+        streams = self.streams(token_ids)
         taps: dict[int, Tensor] = {}
         on_layer = _tapper(tap_layers, taps)
         on_layer(-1, streams)
-        streams = self.stack.run(streams, batch.token_ids, sight, on_layer)
-        sight.advance()
+        streams = self.stack.run(streams, token_ids, sight, on_layer)
         taps[self.config.num_layers] = streams.flatten(1)
         hidden = self._norm(self._streams_head(streams).float(), torch.float32)
         return hidden, torch.cat([taps[layer] for layer in tap_layers], dim=-1) if tap_layers else None

@@ -26,9 +26,11 @@ from sparkchat.models.deepseek_v4.config import WINDOW_ONLY, DeepseekV4Config
 from sparkchat.models.deepseek_v4.drafter import SPARE_POSITIONS, BlockConfig, ContextCache, newest_rows
 from sparkchat.models.deepseek_v4.hyper import HyperHead
 from sparkchat.models.deepseek_v4.model import DeepseekV4
+from sparkchat.models.deepseek_v4.row_sight import RowSight
 from sparkchat.models.deepseek_v4.scope import Scope
 from sparkchat.models.deepseek_v4.sight import Sight
 from sparkchat.models.deepseek_v4.stack import Layer
+from sparkchat.models.rows import RowBatch
 
 MOST_DRAFTS = 3
 """The block is trained to draft one token; fed with its own streams it is still of use for so many."""
@@ -53,6 +55,10 @@ class StreamCache(ContextCache):
     def latents(self) -> Tensor:
         """[R, slots, head_dim], the ring behind the sink's slots"""
         return self.stores[WINDOW_ONLY].latents.data[0]
+
+    def fill(self) -> None:
+        super().fill()
+        self._streams.grow(self.max_rows, self.ring)
 
     def allocate(self) -> int:
         row = super().allocate()
@@ -82,6 +88,9 @@ class MtpState:
     is_first: bool = True
     """The first draft comes from the base logits."""
 
+    def one_further(self) -> MtpState:
+        return replace(self, positions=tuple(p + 1 for p in self.positions))
+
     def __getitem__(self, keep: Tensor) -> MtpState:
         """The state of the requests at ``keep`` [n]."""
         index = keep.tolist()
@@ -91,6 +100,23 @@ class MtpState:
             positions=tuple(self.positions[i] for i in index),
             streams=self.streams[keep],
         )
+
+
+@dataclass(frozen=True)
+class MtpRowState:
+    """As ``MtpState``, its numbers on the device."""
+
+    cache: StreamCache
+    cache_rows: Tensor
+    """[R]"""
+    positions: Tensor
+    """[R]"""
+    streams: Tensor
+    """[R, S, d]"""
+    is_first: bool = True
+
+    def one_further(self) -> MtpRowState:
+        return replace(self, positions=self.positions + 1)
 
 
 class MtpDrafter:
@@ -108,7 +134,7 @@ class MtpDrafter:
         self._embedding_norm, self._streams_norm = (block.norm(n, config.rms_eps) for n in ("enorm", "hnorm"))
         self._layer = Layer(block, config, WINDOW_ONLY, is_hashed=False)
         self._streams_head, self._norm = HyperHead(block, config), block.norm("norm", config.rms_eps)
-        self._latest: MtpState | None = None
+        self._latest: MtpState | MtpRowState | None = None
         self.config = BlockConfig(
             block_size=MOST_DRAFTS,
             mask_token_id=0,
@@ -186,6 +212,38 @@ class MtpDrafter:
         spread[firsts] = hidden
         return spread
 
+    @torch.inference_mode()
+    def store_rows(self, features: Tensor, rows: RowBatch, cache: StreamCache) -> None:
+        """As ``extend_context``, asking the host nothing; the cache is filled and keeps no count."""
+        embedded, streams = features.split([self._target.config.hidden_size, cache.streams.shape[-1]], dim=-1)
+        streams, positions, owners = streams.to(cache.streams.dtype), rows.positions, rows.cache_rows
+        index = torch.arange(positions.shape[0], device=positions.device)
+        last = (index - 1).clamp(min=0)
+        goes_on = (owners[last] == owners) & (positions[last] == positions - 1) & (index > 0)
+        before = torch.where(goes_on.unsqueeze(-1), streams[last], cache.streams[owners, (positions - 1) % cache.ring])
+        cache.streams[owners, positions % cache.ring] = streams
+        # Of position 0 that is the latent of position -1, which nothing sees.
+        x, _ = self._layer.attention_input(self._input(embedded, before))
+        rotations = self._target.ropes.at(WINDOW_ONLY, (positions - 1).clamp(min=0))
+        latents = self._layer.attention.latents(x, rotations).to(cache.latents.dtype)
+        cache.latents[owners, SINK_SLOTS + (positions - 1) % cache.ring] = latents
+
+    @torch.inference_mode()
+    def draft_rows(self, rows: RowBatch, cache: StreamCache) -> Tensor:
+        """As ``backbone``, asking the host nothing."""
+        assert rows.starts is not None
+        firsts = rows.starts[:-1].long()
+        owners, positions = rows.cache_rows[firsts], (rows.positions[firsts] - 1).clamp(min=0)
+        streams = cache.streams[owners, positions % cache.ring].unflatten(-1, (self._target.config.hc_mult, -1))
+        state = self._row_step(MtpRowState(cache, owners, positions, streams), rows.token_ids[firsts])
+        self._latest = state
+        hidden = self._streams_head(state.streams)
+        return hidden.new_zeros((rows.positions.shape[0], hidden.shape[1])).index_copy_(0, firsts, hidden)
+
+    def prepare(self, end: int) -> None:
+        """Positions of ``store_rows`` and ``draft_rows`` will lie below ``end``."""
+        self._target.prepare(end)
+
     def _step(self, state: MtpState, token_ids: Tensor) -> MtpState:
         """Run the block at the state's positions with the tokens [R] that follow them; the streams become its own."""
         cache = state.cache
@@ -195,24 +253,36 @@ class MtpDrafter:
         ]
         where = torch.tensor(state.positions, device=token_ids.device)
         sight = Sight(cache, spans, where, self._target.ropes, self._target.num_heads)
-        streams = self._input(self._target.embedding(token_ids), state.streams.flatten(1))
-        streams = self._layer(streams, token_ids, 0, sight)
+        streams = self._block(state.streams, token_ids, sight)
         sight.discard()
         return replace(state, streams=streams)
+
+    def _row_step(self, state: MtpRowState, token_ids: Tensor) -> MtpRowState:
+        """As ``_step``, asking the host nothing."""
+        rows = RowBatch(token_ids, state.positions, state.cache_rows, state.positions + 1)
+        sight = RowSight(state.cache, rows, self._target.ropes, self._target.num_heads)
+        return replace(state, streams=self._block(state.streams, token_ids, sight))
+
+    def _block(self, streams: Tensor, token_ids: Tensor, sight: Sight) -> Tensor:
+        """streams [R, S, d] of positions, token_ids [R] that follow them -> the block's streams."""
+        streams = self._input(self._target.embedding(token_ids), streams.flatten(1))
+        return self._layer(streams, token_ids, 0, sight)
 
     @torch.inference_mode()
     def base_logits(self, hidden: Tensor) -> Tensor:
         """hidden [M, d] -> [M, V] float32; zero where hidden is."""
         return self._target.logits(self._norm(hidden.float(), torch.float32))
 
-    def initial_state(self, count: int) -> MtpState:
-        """The state of the ``count`` blocks that ``backbone`` was last called with."""
+    def initial_state(self, count: int) -> MtpState | MtpRowState:
+        """The state of the ``count`` blocks that ``backbone`` or ``draft_rows`` was last called with."""
         if self._latest is None or len(self._latest.positions) != count:
             raise ValueError(f"there is no state of {count} blocks; call backbone with them first")
         return self._latest
 
     @torch.inference_mode()
-    def markov_step(self, previous_ids: Tensor, hidden: Tensor, state: MtpState) -> tuple[Tensor, MtpState]:
+    def markov_step(
+        self, previous_ids: Tensor, hidden: Tensor, state: MtpState | MtpRowState
+    ) -> tuple[Tensor, MtpState | MtpRowState]:
         """previous_ids [R] (the anchor first) -> what is added to the base logits [R, V] float32, the next state.
 
         ``hidden`` is not looked at.
@@ -220,5 +290,9 @@ class MtpDrafter:
         if state.is_first:
             zeros = torch.zeros((len(state.positions), self.config.vocab_size), device=previous_ids.device)
             return zeros, replace(state, is_first=False)
-        state = self._step(replace(state, positions=tuple(p + 1 for p in state.positions)), previous_ids)
-        return self.base_logits(self._streams_head(state.streams)), state
+        following = state.one_further()
+        if isinstance(following, MtpRowState):
+            following = self._row_step(following, previous_ids)
+        else:
+            following = self._step(following, previous_ids)
+        return self.base_logits(self._streams_head(following.streams)), following

@@ -51,6 +51,20 @@ class Ropes:
 
     def rows(self, ratio: int, positions: Tensor, end: int) -> Rotations:
         """positions [n] int64, all below ``end``, in a layer of this ratio."""
-        table = self._plain if ratio == WINDOW_ONLY else self._compressed
-        turns = table.rows(positions, end)
-        return Rotations(turns.real.contiguous(), turns.imag.contiguous())
+        return _rotations(self._table(ratio).rows(positions, end))
+
+    def prepare(self, end: int) -> None:
+        """Compute what lies below ``end`` now, so that ``at`` can be captured."""
+        for table in (self._plain, self._compressed):
+            table.prepare(end)
+
+    def at(self, ratio: int, positions: Tensor) -> Rotations:
+        """As ``rows``, for positions that ``prepare`` has reached."""
+        return _rotations(self._table(ratio).at(positions))
+
+    def _table(self, ratio: int) -> RopeTable:
+        return self._plain if ratio == WINDOW_ONLY else self._compressed
+
+
+def _rotations(turns: Tensor) -> Rotations:
+    return Rotations(turns.real.contiguous(), turns.imag.contiguous())

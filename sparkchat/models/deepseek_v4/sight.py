@@ -146,6 +146,11 @@ class Sight:
         mask = torch.zeros(hidden.shape, dtype=torch.float32, device=positions.device)
         return mask.masked_fill_(hidden, float("-inf"))
 
+    @property
+    def asks_host(self) -> bool:
+        """Whether shapes may depend on what is in the batch; captured steps may not (RowSight)."""
+        return True
+
     def of(self, ratio: int) -> RatioSight:
         return self._ratios[ratio]
 

@@ -31,7 +31,7 @@ class Layer:
         x, mix = self.attention_input(streams)
         streams = mix.merge(self.attention(x, layer, sight), streams)
         x, mix = self._experts_streams.read(streams)
-        output = self._experts(self._experts_norm(x.float(), x.dtype), token_ids)
+        output = self._experts(self._experts_norm(x.float(), x.dtype), token_ids, sight.asks_host)
         return mix.merge(output, streams)
 
     def attention_input(self, streams: Tensor) -> tuple[Tensor, StreamMix]:
