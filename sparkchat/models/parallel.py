@@ -29,6 +29,17 @@ class Group(Protocol):
         """x [..., n] of every rank, side by side in the order of the ranks -> [..., size * n]"""
         ...
 
+    def parts(self, x: Tensor) -> Sequence[Tensor]:
+        """x of every rank, in the order of the ranks, for a kernel that adds them itself; as x in shape and dtype.
+
+        They may lie in the memory of other devices, and hold until this rank's next call of the group.
+        """
+        ...
+
+    def follow_first(self, x: Tensor) -> None:
+        """Make x, contiguous, what rank 0's is."""
+        ...
+
 
 class Alone:
     """A group of one."""
@@ -40,6 +51,12 @@ class Alone:
 
     def join(self, x: Tensor) -> Tensor:
         return x
+
+    def parts(self, x: Tensor) -> Sequence[Tensor]:
+        return (x,)
+
+    def follow_first(self, x: Tensor) -> None:
+        pass
 
 
 ALONE = Alone()
@@ -55,14 +72,16 @@ class ProcessGroup:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
 
     def sum(self, x: Tensor) -> Tensor:
-        parts = self._gather(x)
-        total = parts[0].float()
-        for part in parts[1:]:
-            total = total + part.float()
-        return total.to(x.dtype)
+        return add_parts(self.parts(x))
 
     def join(self, x: Tensor) -> Tensor:
-        return torch.cat(list(self._gather(x)), dim=-1)
+        return torch.cat(list(self.parts(x)), dim=-1)
+
+    def parts(self, x: Tensor) -> Sequence[Tensor]:
+        return self._gather(x).unbind(0)
+
+    def follow_first(self, x: Tensor) -> None:
+        dist.broadcast(x, src=0)
 
     def send(self, tensors: Sequence[Tensor]) -> None:
         """From rank 0 to all others, which call ``receive``."""
@@ -80,3 +99,11 @@ class ProcessGroup:
         parts = x.new_empty((self.size, *x.shape))
         _gather_whole(parts.flatten(0, 1) if x.dim() else parts, x)
         return parts
+
+
+def add_parts(parts: Sequence[Tensor]) -> Tensor:
+    """Added in their order in float32, in their dtype."""
+    total = parts[0].float()
+    for part in parts[1:]:
+        total = total + part.float()
+    return total.to(parts[0].dtype)

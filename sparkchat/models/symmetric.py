@@ -1,0 +1,133 @@
+"""Small messages of ranks on GPUs of one host through memory that all of them can read: one launch, one trip.
+
+A message of up to ``ROOM_BYTES`` goes through a piece of symmetric memory (torch's), anything longer through NCCL.
+Every rank adds in the order of the ranks, so all get the same bits. Multicast is never used: it needs rights that
+containers often lack, and can take the GPUs from others who use them.
+
+Everything here can be captured into a graph. Ranks replay the same graphs in the same order, so the host needs no part
+in their meeting: they wait for each other on the device, at barriers.
+
+**When a slot may be written again.** A message lies in one of two slots, in turn, and there is a barrier between its
+being written and its being read. Who writes the same slot again has passed the barrier of the message between, at
+which all ranks arrive only when they have read the message before. That holds within a captured stage; a stage starts
+with ``follow_first``, whose barrier is behind everything that the stage before has read, whichever stage that was.
+Outside of graphs each message has a second barrier, before it is written.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from sparkchat.models.parallel import ProcessGroup, add_parts
+
+ROOM_BYTES = 4 << 20
+"""Of a message in a slot: the logits of a verified block, or rows of several requests."""
+MOST_ONE_SHOT = 1 << 20
+"""A longer sum is faster by NCCL, which does not send every part to every rank."""
+_MESSAGE_SLOTS = 2
+_FIRST_SLOT = _MESSAGE_SLOTS
+"""What ``follow_first`` sends has a slot of its own."""
+
+
+class Handle(Protocol):
+    """One rank's end of memory that all ranks can read, as of torch.distributed._symmetric_memory.rendezvous."""
+
+    def get_buffer(self, rank: int, sizes: tuple[int, ...], dtype: torch.dtype, storage_offset: int = 0) -> Tensor:
+        """The memory of a rank; ``storage_offset`` in elements."""
+        ...
+
+    def barrier(self, channel: int = 0) -> None:
+        """What is behind it on this rank's stream runs when all ranks have come to it."""
+        ...
+
+
+class SymmetricGroup(ProcessGroup):
+    """A ``ProcessGroup`` whose small messages go through symmetric memory."""
+
+    name = "symmetric"
+
+    def __init__(self, handle: Handle, one_shot: Any = None) -> None:
+        """``one_shot``: x -> the sum, over memory of its own; None to add parts by hand."""
+        super().__init__()
+        self._handle, self._one_shot, self._turn = handle, one_shot, 0
+
+    def sum(self, x: Tensor) -> Tensor:
+        if x.nbytes > MOST_ONE_SHOT:
+            return super().sum(x)
+        if self._one_shot is None:
+            return add_parts(self.parts(x))
+        return self._one_shot(x.contiguous())
+
+    def parts(self, x: Tensor) -> Sequence[Tensor]:
+        if x.nbytes > ROOM_BYTES:
+            return super().parts(x)
+        slot, self._turn = self._turn, (self._turn + 1) % _MESSAGE_SLOTS
+        self._wait_outside_graphs(x)
+        self._room(self.rank, slot, x).copy_(x)
+        self._handle.barrier()
+        return [self._room(rank, slot, x) for rank in range(self.size)]
+
+    def follow_first(self, x: Tensor) -> None:
+        if x.nbytes > ROOM_BYTES:
+            super().follow_first(x)
+            return
+        self._wait_outside_graphs(x)
+        if self.rank == 0:
+            self._room(0, _FIRST_SLOT, x).copy_(x)
+        self._handle.barrier()
+        if self.rank:
+            x.copy_(self._room(0, _FIRST_SLOT, x))
+
+    def _room(self, rank: int, slot: int, like: Tensor) -> Tensor:
+        at = slot * ROOM_BYTES // like.element_size()
+        return self._handle.get_buffer(rank, tuple(like.shape), like.dtype, at)
+
+    def _wait_outside_graphs(self, x: Tensor) -> None:
+        if not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+            self._handle.barrier()
+
+
+def open_group(device: torch.device) -> ProcessGroup:
+    """The group of the ranks that torch.distributed was started with; all of them call this.
+
+    On GPUs that cannot read each other's memory, it is NCCL's alone.
+    """
+    if device.type == "cpu" or dist.get_world_size() == 1:
+        return ProcessGroup()
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+    if not _all_reach_each_other(device):
+        return ProcessGroup()
+    import torch.distributed._symmetric_memory as symmetric
+
+    world = dist.group.WORLD
+    assert world is not None
+    memory = symmetric.empty((_MESSAGE_SLOTS + 1) * ROOM_BYTES, dtype=torch.uint8, device=device)
+    handle = symmetric.rendezvous(memory, world.group_name)
+    # The operation writes its memory before it first waits, so that must be no slot that somebody may still read.
+    sums = symmetric.empty(MOST_ONE_SHOT, dtype=torch.uint8, device=device)
+    symmetric.rendezvous(sums, world.group_name)
+
+    def one_shot(x: Tensor) -> Tensor:
+        room = sums[: x.nbytes].view(x.dtype).view(x.shape)
+        return torch.ops.symm_mem.one_shot_all_reduce_copy(room, x, "sum", world.group_name)
+
+    group = SymmetricGroup(handle, one_shot)
+    # The first use on every rank, before any graph: what it sets up must not be captured.
+    group.sum(torch.ones(8, device=device))
+    return group
+
+
+def _all_reach_each_other(device: torch.device) -> bool:
+    """Whether every rank's GPU can read those of all others: all ranks find the same."""
+    first = (device.index or 0) - dist.get_rank()
+    others = [first + rank for rank in range(dist.get_world_size()) if rank != dist.get_rank()]
+    is_near = all(torch.cuda.can_device_access_peer(device, other) for other in others)
+    found = torch.tensor([is_near], dtype=torch.int32, device=device)
+    dist.all_reduce(found, op=dist.ReduceOp.MIN)
+    return bool(found.item())
