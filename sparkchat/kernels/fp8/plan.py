@@ -1,0 +1,74 @@
+"""How the product with a weight of 8 bits is cut and run.
+
+``warps`` and ``splits`` decide in what order an output is summed and follow from the weight's shape alone; ``stages``
+and the rows of a tile are speed. No plan has been timed yet: benchmarks/kernels.py tries ``TRIED`` at every shape.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+from sparkchat.kernels.tiles.packing import OUTS, STEP
+
+MULTIPROCESSORS = 132
+"""Of an H200; plans are meant for it and right on any card."""
+ROW_TILES = (8, 16, 32)
+"""Rows of a tile; more rows take several tiles, which find the weight in the L2 cache."""
+
+
+@dataclass(frozen=True)
+class Fp8Plan:
+    """Tiles of one product."""
+
+    warps: int
+    """That share the inputs of a program."""
+    splits: int
+    """Parts of the inputs summed apart, by programs of their own."""
+    stages: int
+    """Depth of the pipeline of loads."""
+
+    def part(self, size: int) -> int:
+        """Steps of 128 inputs of a part."""
+        return -(-(size // STEP) // self.splits)
+
+
+TRIED = tuple(
+    Fp8Plan(warps, splits, stages) for warps in (2, 4, 8) for splits in (1, 2, 4, 8) for stages in (2, 3, 4, 6)
+)
+_MOST_SHARED = 225_000
+
+
+@cache
+def plan_of(out: int, size: int, has_parts: bool = True) -> Fp8Plan:
+    """The plan of a weight [out, size]; ``has_parts``: whether parts of the inputs may be summed apart."""
+    programs, steps = out // (2 * OUTS), size // STEP
+    warps = 4 if steps >= 4 else 1 << (steps.bit_length() - 1)
+    splits = 1
+    # About three programs on every multiprocessor, each with at least two steps for every warp.
+    while has_parts and splits < 8 and programs * splits < 3 * MULTIPROCESSORS and steps >= 4 * splits * warps:
+        splits *= 2
+    return Fp8Plan(warps, splits, 3)
+
+
+def row_tile(rows: int) -> int:
+    """Rows of a tile for so many rows."""
+    return next((tile for tile in ROW_TILES if rows <= tile), ROW_TILES[-1])
+
+
+def shared_bytes(plan: Fp8Plan, rows: int, bytes_of_step: int = 2 * 16 * STEP) -> int:
+    """Shared memory of a program, nearly."""
+    return plan.stages * plan.warps * (bytes_of_step + row_tile(rows) * STEP * 2)
+
+
+def tried(size: int, rows: int, has_parts: bool) -> list[Fp8Plan]:
+    """Plans worth timing for a weight of ``size`` inputs."""
+    steps = size // STEP
+    return [
+        plan
+        for plan in TRIED
+        if (plan.splits == 1 or has_parts)
+        and plan.warps * plan.splits <= steps
+        and shared_bytes(plan, rows) <= _MOST_SHARED
+        and (plan.stages <= 2 or plan.stages - 1 <= plan.part(size) // plan.warps)
+    ]
