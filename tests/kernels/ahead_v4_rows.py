@@ -16,9 +16,17 @@ import triton
 from kernels.ahead import CPU, HALF, Driver, compile_only
 from sparkchat.kernels.hyper import PartList, StreamWeights, hyper_workspace
 from sparkchat.kernels.hyper.kernel import launch_connect_streams
+from sparkchat.kernels.latent_attention import LatentShape, latent_workspace
+from sparkchat.kernels.latent_attention.kernel import (
+    HALF_TILE,
+    Tile,
+    launch_latent_attention,
+    launch_write_latents,
+)
 from sparkchat.kernels.launch import overlap, started_by
 
-D, STREAMS = 4096, 4
+D, STREAMS, LATENT, ROPE = 4096, 4, 512, 64
+TILES = (HALF_TILE, Tile(32, 64, 4, 2), Tile(32, 32, 4, 3), Tile(16, 64, 4, 2))
 
 
 def hyper() -> None:
@@ -39,7 +47,38 @@ def hyper() -> None:
         )  # fmt: skip
 
 
-ALL: dict[str, Callable[[], None]] = {f.__name__: f for f in (hyper,)}
+def attention() -> None:
+    positions, rows = torch.zeros(6, dtype=torch.int64), torch.zeros(6, dtype=torch.int32)
+    rope, cache = torch.zeros(1024, ROPE), torch.zeros(1, 16 + 256 + 16384, LATENT, dtype=HALF)
+    norm, chosen = torch.ones(LATENT), torch.zeros(6, 512, dtype=torch.int32)
+    for heads in (64, 32, 16):
+        for shape in (LatentShape(16, 256, 0, ROPE, 1e-6), LatentShape(16, 256, 4, ROPE, 1e-6, topk=512)):
+            q, out = torch.zeros(6, heads * LATENT, dtype=HALF), torch.zeros(6, heads, LATENT, dtype=HALF)
+            space = latent_workspace(6, heads, LATENT, 5, CPU)
+            for tile in TILES if heads == 32 and shape.topk else TILES[:1]:
+                launch_latent_attention(
+                    q, cache, rows, positions, positions, positions, rope, torch.zeros(heads), out, space, shape, 65536,
+                    chosen, tile,
+                )  # fmt: skip
+    shape = LatentShape(16, 256, 128, ROPE, 1e-6)
+    q, out, space = (
+        torch.zeros(2, 6, 32 * LATENT),
+        out.new_zeros(6, 32, LATENT),
+        latent_workspace(6, 32, LATENT, 5, CPU),
+    )
+    launch_latent_attention(
+        q, cache, rows, positions, positions, positions, rope, torch.zeros(32), out, space, shape, 65536, None
+    )  # fmt: skip
+    low, latents = torch.zeros(2, 6, 1536).split([1024, 512], dim=-1)
+    for has_roundings in (False, True):
+        shape = LatentShape(16, 256, 0, ROPE, 1e-6, has_roundings=has_roundings)
+        launch_write_latents(
+            latents, norm, positions, rows, rope, cache, shape, low, torch.ones(1024), torch.zeros(6, 1024, dtype=HALF)
+        )  # fmt: skip
+    launch_write_latents(latents, norm, positions, rows, rope, cache, shape, None, None, None)
+
+
+ALL: dict[str, Callable[[], None]] = {f.__name__: f for f in (hyper, attention)}
 
 
 def main(names: list[str]) -> None:

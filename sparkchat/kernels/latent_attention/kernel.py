@@ -1,0 +1,344 @@
+"""Attention over latents: every span of a row's keys by itself, then the spans of a row folded in order.
+
+All heads of a row share its keys, so heads are the rows of the products, and a tile of latents is read once for both of
+them. Span 0 of a row is its window, the others hold its entries; where a span begins and how the keys in it are added
+depends on the row's own position alone. Rows of one request find each other's keys in L2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sparkchat.kernels.launch import check_flat, launch, power_of_two, wait
+from sparkchat.kernels.small_floats import round_pairs_e4m3
+
+if TYPE_CHECKING:
+    from sparkchat.kernels.latent_attention import LatentShape, LatentWorkspace
+
+_LOG2E = 1.4426950408889634
+_PAIRS = 64
+"""Pairs of dimensions that one program of the second launch folds."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How the products are cut."""
+
+    heads: int
+    keys: int
+    warps: int
+    stages: int
+
+
+HALF_TILE, EXACT_TILE = Tile(32, 64, 8, 3), Tile(16, 16, 4, 1)
+
+
+@triton.jit
+def _row_of(
+    x_ptr, row, part_stride, row_stride, column,
+    SIZE: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    # Columns of a row, its parts added in order.
+    inside = column < SIZE
+    x = tl.load(x_ptr + row * row_stride + column, mask=inside, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        x += tl.load(x_ptr + part * part_stride + row * row_stride + column, mask=inside, other=0.0)
+    return x
+
+
+@triton.jit
+def _write_latents(
+    latents_ptr, latent_norm_ptr, positions_ptr, rows_ptr, rope_ptr, cache_ptr, low_ptr, low_norm_ptr, out_ptr,
+    latent_part, latent_row, low_part, low_row, cache_stride, slot_stride, first_slot, ring, eps,
+    SIZE: tl.constexpr, ROPE: tl.constexpr, PARTS: tl.constexpr, LOW: tl.constexpr, LOW_BLOCK: tl.constexpr,
+    LOW_PARTS: tl.constexpr, ROUND_BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    wait(PDL)
+    if tl.program_id(1) == 0:
+        pair = tl.arange(0, SIZE // 2)
+        left = _row_of(latents_ptr, row, latent_part, latent_row, 2 * pair, SIZE, PARTS)
+        right = _row_of(latents_ptr, row, latent_part, latent_row, 2 * pair + 1, SIZE, PARTS)
+        scale = tl.rsqrt(tl.sum(left * left + right * right, axis=0) / SIZE + eps)
+        # Rounded as activations are before they are turned.
+        kind = cache_ptr.dtype.element_ty
+        left = (left * scale * tl.load(latent_norm_ptr + 2 * pair)).to(kind).to(tl.float32)
+        right = (right * scale * tl.load(latent_norm_ptr + 2 * pair + 1)).to(kind).to(tl.float32)
+        position = tl.load(positions_ptr + row).to(tl.int64)
+        left, right = turn_pairs(left, right, rope_ptr, position, SIZE, ROPE)
+        left, right = left.to(kind).to(tl.float32), right.to(kind).to(tl.float32)
+        if ROUND_BLOCK > 0:
+            left, right = round_pairs_e4m3(left, right, (SIZE - ROPE) // 2, SIZE // 2, ROUND_BLOCK)
+        slot = first_slot + position % ring
+        to = cache_ptr + tl.load(rows_ptr + row).to(tl.int64) * cache_stride + slot * slot_stride + 2 * pair
+        tl.store(to, left.to(kind))
+        tl.store(to + 1, right.to(kind))
+    elif LOW > 0:
+        column = tl.arange(0, LOW_BLOCK)
+        x = _row_of(low_ptr, row, low_part, low_row, column, LOW, LOW_PARTS)
+        scale = tl.rsqrt(tl.sum(x * x, axis=0) / LOW + eps)
+        out = x * scale * tl.load(low_norm_ptr + column, mask=column < LOW, other=0.0)
+        tl.store(out_ptr + row * LOW + column, out.to(out_ptr.dtype.element_ty), mask=column < LOW)
+
+
+@triton.jit
+def turn_pairs(left, right, rope_ptr, position, SIZE: tl.constexpr, ROPE: tl.constexpr):
+    """Pairs of a latent, ``left`` and ``right`` [SIZE / 2], the last ROPE / 2 turned by the position."""
+    pair = tl.arange(0, SIZE // 2)
+    angle = pair - (SIZE - ROPE) // 2
+    at = rope_ptr + position * ROPE + 2 * angle
+    cos = tl.load(at, mask=angle >= 0, other=1.0)
+    sin = tl.load(at + 1, mask=angle >= 0, other=0.0)
+    return left * cos - right * sin, left * sin + right * cos
+
+
+@triton.jit
+def _queries(
+    q_ptr, rope_ptr, row, heads, position, part_stride, row_stride, eps,
+    HEADS: tl.constexpr, SIZE: tl.constexpr, ROPE: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    # The queries of some heads [heads, SIZE] float32: every one as long as sqrt(SIZE), then turned.
+    dim = tl.arange(0, SIZE)
+    inside = (heads < HEADS)[:, None]
+    angle = dim - (SIZE - ROPE)
+    is_turned = (angle >= 0)[None, :]
+    base = q_ptr + row * row_stride + heads[:, None] * SIZE
+    q = tl.load(base + dim[None, :], mask=inside, other=0.0).to(tl.float32)
+    # Of a pair's other dimension.
+    other = tl.load(base + (dim ^ 1)[None, :], mask=inside & is_turned, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        q += tl.load(base + part * part_stride + dim[None, :], mask=inside, other=0.0)
+        other += tl.load(base + part * part_stride + (dim ^ 1)[None, :], mask=inside & is_turned, other=0.0)
+    scale = tl.rsqrt(tl.sum(q * q, axis=1) / SIZE + eps)[:, None]
+    at = rope_ptr + position * ROPE + (angle // 2) * 2
+    cos = tl.load(at, mask=angle >= 0, other=1.0)
+    sin = tl.load(at + 1, mask=angle >= 0, other=0.0)
+    sin = tl.where(angle % 2 == 0, -sin, sin)
+    return q * scale * cos[None, :] + other * scale * sin[None, :]
+
+
+@triton.jit
+def _span_size(count, SPAN: tl.constexpr, MOST: tl.constexpr):
+    # Entries of a span of a row that looks at ``count`` entries.
+    units = (count + SPAN - 1) // SPAN
+    size = count * 0 + SPAN
+    for step in tl.static_range(0, 16):
+        size = tl.where(units > (MOST << step), SPAN << (step + 1), size)
+    return size
+
+
+@triton.jit
+def _attend_latents(
+    q_ptr, cache_ptr, rows_ptr, positions_ptr, first_seen_ptr, ends_ptr, rope_ptr, chosen_ptr, mixed_ptr, stats_ptr,
+    part_stride, row_stride, cache_stride, slot_stride, first_slot, ring, scale, eps,
+    HEADS: tl.constexpr, SIZE: tl.constexpr, ROPE: tl.constexpr, PARTS: tl.constexpr, RATIO: tl.constexpr,
+    TOPK: tl.constexpr, SPANS: tl.constexpr, SPAN: tl.constexpr, MOST: tl.constexpr, TILE: tl.constexpr,
+    BLOCK: tl.constexpr, STAGES: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    span = tl.program_id(2)
+    wait(PDL)
+    position = tl.load(positions_ptr + row).to(tl.int32)
+    low = tl.maximum(tl.load(first_seen_ptr + row).to(tl.int32), 0)
+    high = tl.load(ends_ptr + row).to(tl.int32)
+    is_chosen = False
+    if RATIO > 0:
+        count = (position + 1) // RATIO
+        if TOPK > 0:
+            is_chosen = count > TOPK
+            count = tl.minimum(count, TOPK)
+        if span > 0:
+            size = _span_size(count, SPAN, MOST)
+            low = (span - 1) * size
+            high = tl.minimum(low + size, count)
+    if low < high:
+        heads = tl.program_id(1) * TILE + tl.arange(0, TILE)
+        dim = tl.arange(0, SIZE)
+        q = _queries(q_ptr, rope_ptr, row, heads, position, part_stride, row_stride, eps, HEADS, SIZE, ROPE, PARTS)
+        q = q.to(cache_ptr.dtype.element_ty)
+        base = cache_ptr + tl.load(rows_ptr + row).to(tl.int64) * cache_stride
+        top = tl.full((TILE,), float("-inf"), tl.float32)
+        total = tl.zeros((TILE,), tl.float32)
+        mixed = tl.zeros((TILE, SIZE), tl.float32)
+        for start in tl.range(low, high, BLOCK, num_stages=STAGES):
+            key = start + tl.arange(0, BLOCK)
+            is_key = key < high
+            slot = first_slot + key % ring
+            if RATIO > 0:
+                entry = key
+                if TOPK > 0:
+                    picked = tl.load(chosen_ptr + row * TOPK + key, mask=is_key & is_chosen & (span > 0), other=0)
+                    entry = tl.where(is_chosen, picked, key)
+                slot = tl.where(span > 0, first_slot + ring + entry, slot)
+            at = base + slot.to(tl.int64)[:, None] * slot_stride + dim[None, :]
+            latents = tl.load(at, mask=is_key[:, None], other=0.0)
+            if EXACT:
+                score = tl.dot(q, tl.trans(latents), input_precision="ieee") * scale
+            else:
+                score = tl.dot(q, tl.trans(latents)) * scale
+            score = tl.where(is_key[None, :], score, float("-inf"))
+            new_top = tl.maximum(top, tl.max(score, axis=1))
+            weight = tl.exp2(score - new_top[:, None])
+            shrink = tl.exp2(top - new_top)
+            total = total * shrink + tl.sum(weight, axis=1)
+            if EXACT:
+                mixed = mixed * shrink[:, None] + tl.dot(weight, latents, input_precision="ieee")
+            else:
+                mixed = tl.dot(weight.to(latents.dtype), latents, mixed * shrink[:, None])
+            top = new_top
+        part = (row * HEADS + heads) * SPANS + span
+        is_head = heads < HEADS
+        tl.store(mixed_ptr + part[:, None] * SIZE + dim[None, :], mixed, mask=is_head[:, None])
+        tl.store(stats_ptr + part * 2, top, mask=is_head)
+        tl.store(stats_ptr + part * 2 + 1, total, mask=is_head)
+
+
+@triton.jit
+def _join_latents(
+    mixed_ptr, stats_ptr, positions_ptr, rope_ptr, sinks_ptr, out_ptr,
+    HEADS: tl.constexpr, SIZE: tl.constexpr, ROPE: tl.constexpr, RATIO: tl.constexpr, TOPK: tl.constexpr,
+    SPANS: tl.constexpr, SPAN: tl.constexpr, MOST: tl.constexpr, PAIRS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    first = tl.program_id(2) * PAIRS
+    pair = first + tl.arange(0, PAIRS)
+    # The sink is a span with a weight and no value; sinks never change, so before the wait.
+    top = tl.load(sinks_ptr + head) * 1.4426950408889634
+    wait(PDL)
+    position = tl.load(positions_ptr + row).to(tl.int32)
+    spans = 1
+    if RATIO > 0:
+        count = (position + 1) // RATIO
+        if TOPK > 0:
+            count = tl.minimum(count, TOPK)
+        size = _span_size(count, SPAN, MOST)
+        spans = 1 + (count + size - 1) // size
+    total = 1.0
+    mixed = tl.zeros((PAIRS, 2), tl.float32)
+    part = (row * HEADS + head) * SPANS
+    for span in tl.static_range(SPANS):
+        is_span = span < spans
+        # Other multiprocessors wrote these: not from the cache of this one.
+        span_top = tl.load(stats_ptr + (part + span) * 2, mask=is_span, other=float("-inf"), cache_modifier=".cg")
+        span_total = tl.load(stats_ptr + (part + span) * 2 + 1, mask=is_span, other=0.0, cache_modifier=".cg")
+        at = mixed_ptr + (part + span) * SIZE + 2 * pair[:, None] + tl.arange(0, 2)[None, :]
+        span_mixed = tl.load(at, mask=is_span, other=0.0, cache_modifier=".cg")
+        new_top = tl.maximum(top, span_top)
+        old, new = tl.exp2(top - new_top), tl.exp2(span_top - new_top)
+        total = total * old + span_total * new
+        mixed = mixed * old + span_mixed * new
+        top = new_top
+    left, right = tl.split(mixed / total)
+    angle = pair - (SIZE - ROPE) // 2
+    at = rope_ptr + position.to(tl.int64) * ROPE + 2 * angle
+    cos = tl.load(at, mask=angle >= 0, other=1.0)
+    sin = tl.load(at + 1, mask=angle >= 0, other=0.0)
+    out = tl.join(left * cos + right * sin, right * cos - left * sin)
+    to = out_ptr + (row * HEADS + head) * SIZE + 2 * pair[:, None] + tl.arange(0, 2)[None, :]
+    tl.store(to, out.to(out_ptr.dtype.element_ty))
+
+
+def launch_latent_attention(
+    q: Tensor,
+    cache: Tensor,
+    rows: Tensor,
+    positions: Tensor,
+    first_seen: Tensor,
+    ends: Tensor,
+    rope: Tensor,
+    sinks: Tensor,
+    out: Tensor,
+    workspace: LatentWorkspace,
+    shape: LatentShape,
+    context: int,
+    chosen: Tensor | None,
+    tile: Tile | None = None,
+) -> None:
+    """See ``latent_attention``. ``tile`` stands in for the tuned one, for measuring."""
+    from sparkchat.kernels.latent_attention import MOST_SPANS, SPAN, latent_spans
+
+    num_rows, heads, size = out.shape
+    room, spans = workspace.mixed.shape[2], latent_spans(shape, context)
+    _check(cache, shape)
+    check_flat(rows, positions, first_seen, ends, rope, sinks, out, chosen)
+    if spans > room or workspace.mixed.shape[1] != heads or num_rows > workspace.mixed.shape[0]:
+        raise ValueError(
+            f"the workspace of {tuple(workspace.mixed.shape)} has no room for {num_rows} rows of {spans} spans"
+        )
+    is_exact = cache.dtype == torch.float32
+    tile = tile or (EXACT_TILE if is_exact else HALF_TILE)
+    of_heads = max(16, min(tile.heads, power_of_two(heads)))
+    launch(
+        _attend_latents, (num_rows, -(-heads // of_heads), spans),
+        q, cache, rows, positions, first_seen, ends, rope, rows if chosen is None else chosen, workspace.mixed,
+        workspace.stats, q.stride(0) if q.dim() == 3 else 0, q.stride(-2), cache.stride(0), cache.stride(1),
+        shape.first_slot, shape.ring, size**-0.5 * _LOG2E, shape.eps,
+        HEADS=heads, SIZE=size, ROPE=shape.rope_dim, PARTS=1 if q.dim() == 2 else q.shape[0], RATIO=shape.ratio,
+        TOPK=shape.topk, SPANS=room, SPAN=SPAN, MOST=MOST_SPANS, TILE=of_heads, BLOCK=tile.keys, STAGES=tile.stages,
+        EXACT=is_exact, num_warps=tile.warps,
+    )  # fmt: skip
+    pairs = min(_PAIRS, size // 2)
+    launch(
+        _join_latents, (num_rows, heads, size // 2 // pairs),
+        workspace.mixed, workspace.stats, positions, rope, sinks, out,
+        HEADS=heads, SIZE=size, ROPE=shape.rope_dim, RATIO=shape.ratio, TOPK=shape.topk, SPANS=room, SPAN=SPAN,
+        MOST=MOST_SPANS, PAIRS=pairs, num_warps=1,
+    )  # fmt: skip
+
+
+def launch_write_latents(
+    latents: Tensor,
+    latent_norm: Tensor,
+    positions: Tensor,
+    rows: Tensor,
+    rope: Tensor,
+    cache: Tensor,
+    shape: LatentShape,
+    low_rank: Tensor | None,
+    low_rank_norm: Tensor | None,
+    out: Tensor | None,
+) -> None:
+    """See ``write_latents``."""
+    _check(cache, shape)
+    check_flat(latent_norm, positions, rows, rope, low_rank_norm, out)
+    num_rows, size = latents.shape[-2:]
+    low = latents if low_rank is None else low_rank
+    width = 0 if low_rank is None else low_rank.shape[-1]
+    launch(
+        _write_latents, (num_rows, 1 if low_rank is None else 2),
+        latents, latent_norm, positions, rows, rope, cache, low, latent_norm if low_rank_norm is None else low_rank_norm,
+        cache if out is None else out, latents.stride(0), latents.stride(-2), low.stride(0), low.stride(-2),
+        cache.stride(0), cache.stride(1), shape.first_slot, shape.ring, shape.eps,
+        SIZE=size, ROPE=shape.rope_dim, PARTS=1 if latents.dim() == 2 else latents.shape[0], LOW=width,
+        LOW_BLOCK=power_of_two(max(width, 1)), LOW_PARTS=1 if low.dim() == 2 else low.shape[0],
+        ROUND_BLOCK=round_block(shape, size), num_warps=4,
+    )  # fmt: skip
+
+
+def round_block(shape: LatentShape, size: int) -> int:
+    """Pairs of dimensions that share a scale; 0 where latents are not rounded."""
+    from sparkchat.kernels.latent_attention.reference import LATENT_BLOCK
+
+    plain = size - shape.rope_dim
+    if not shape.has_roundings or plain == 0:
+        return 0
+    if plain % LATENT_BLOCK == 0:
+        return LATENT_BLOCK // 2
+    if plain > LATENT_BLOCK or plain != power_of_two(plain):
+        raise ValueError(f"no kernel rounds {plain} dimensions in blocks of {LATENT_BLOCK}")
+    return plain // 2
+
+
+def _check(cache: Tensor, shape: LatentShape) -> None:
+    size = cache.shape[2]
+    if size < 16 or size != power_of_two(size) or shape.rope_dim % 2:
+        raise ValueError(f"no kernel for latents of {size} dimensions of which {shape.rope_dim} are turned")
+    if cache.stride(2) != 1:
+        raise ValueError("the last dimension of the cache must be contiguous")
