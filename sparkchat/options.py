@@ -90,6 +90,7 @@ RESOLVED: dict[str, Option] = RUN | _table(
     Option("block_size", "whole"),
     Option("accept_cap", "whole"),
     Option("draft_temperature", "choice", tuple(DRAFT_TEMPERATURES)),
+    Option("refine", "switch"),
     Option("tp", "whole"),
     Option("graphs", "switch"),
 )

@@ -242,6 +242,39 @@ def _check_costs(rows: tuple[int, ...], step_ms: tuple[float, ...]) -> None:
 
 
 @dataclass(frozen=True)
+class Correction:
+    """What makes a raw confidence z of draft k a chance: sigmoid(z / temperatures[k] + shifts[k])."""
+
+    temperatures: tuple[float, ...]
+    shifts: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.temperatures) != len(self.shifts) or not self.temperatures:
+            raise UsageError(
+                f"calibration has {len(self.temperatures)} temperatures and {len(self.shifts)} shifts; "
+                "give one of each per draft position"
+            )
+        if not all(_is_finite(t) and t > 0 for t in self.temperatures) or not all(map(_is_finite, self.shifts)):
+            raise UsageError(
+                f"calibration temperatures {list(self.temperatures)} must be numbers above 0, and shifts "
+                f"{list(self.shifts)} finite numbers"
+            )
+
+    def stretched(self, block: int) -> Correction:
+        """For blocks of ``block`` drafts: the next draft is nearest to the last one that was fitted."""
+        more = max(0, block - len(self.temperatures))
+        return Correction(self.temperatures + self.temperatures[-1:] * more, self.shifts + self.shifts[-1:] * more)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Correction:
+        return cls(tuple(map(float, data["temperatures"])), tuple(map(float, data["shifts"])))
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+@dataclass(frozen=True)
 class LoadSpec:
     """Everything the engine process needs to load a pair; every path is local."""
 
@@ -268,6 +301,12 @@ class LoadSpec:
     """One per draft position, whatever was fitted on this machine; None takes what was fitted."""
     shipped_temperatures: tuple[float, ...] | None = None
     """Those of the shipped profile, for a machine that has fitted none; None means 1.0 everywhere."""
+    calibration: dict[str, Correction] = field(default_factory=dict)
+    """By kind of sampling (sampling_kind.py), as the user's profile has it; wins over all other corrections."""
+    shipped_calibration: dict[str, Correction] = field(default_factory=dict)
+    """By kind, of the shipped profile, where nothing was fitted to that kind on this machine."""
+    refine: bool = False
+    """Costs and confidences are corrected by what finished steps show, while the engine runs."""
     chat_template: str | None = None
     """A jinja template that replaces the checkpoint's own."""
     threads: int | None = None
@@ -297,4 +336,6 @@ class LoadSpec:
         for name in ("temperatures", "shipped_temperatures"):
             if data.get(name) is not None:
                 data[name] = tuple(data[name])
+        for name in ("calibration", "shipped_calibration"):
+            data[name] = {kind: Correction.from_json(found) for kind, found in data.get(name, {}).items()}
         return cls(**data)

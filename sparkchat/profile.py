@@ -16,11 +16,16 @@ from typing import Any, Literal
 
 from sparkchat.errors import UsageError
 from sparkchat.options import RUN, SAMPLING, check, unknown
-from sparkchat.params import CostTable, SamplingParams
+from sparkchat.params import Correction, CostTable, SamplingParams
+from sparkchat.sampling_kind import KINDS
 
 Origin = Literal["shipped", "user"]
 
 DRAFTER_KINDS = ("dspark", "mtp")
+CALIBRATION = "speculation.calibration."
+"""Before the kind of sampling, in the keys of corrections."""
+_BY_NAME = ("cost_table", "calibration")
+"""Keys that hold a table for each name below them."""
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _LOCATIONS = ("path", "packaged", "sources")
 """Ways to say where a model or a drafter is; a layer that gives one drops those of the layers below."""
@@ -150,7 +155,7 @@ def _checked(data: dict[str, Any], file: Path) -> dict[str, Any]:
             checked = keys[key](value, f"profile {file}: {key!r} in [{section}]", file)
             values |= (
                 {f"{section}.{key}.{k}": v for k, v in checked.items()}
-                if key == "cost_table"
+                if key in _BY_NAME
                 else {f"{section}.{key}": checked}
             )
     _check_locations(values, file)
@@ -256,6 +261,27 @@ def _cost_table(table: Any, where: str, file: Path) -> CostTable:
         raise UsageError(f"{where}: {error}") from None
 
 
+def _calibrations(value: Any, where: str, _: Path) -> dict[str, Correction]:
+    if not isinstance(value, dict):
+        raise UsageError(f"{where} must hold one table per kind of sampling; write [speculation.calibration.warm]")
+    return {kind: _correction(kind, table, where) for kind, table in value.items()}
+
+
+def _correction(kind: str, table: Any, where: str) -> Correction:
+    known = ("temperatures", "shifts")
+    if kind not in KINDS:
+        raise UsageError(f"{where}: {unknown('kind of sampling', kind, KINDS)}")
+    if not isinstance(table, dict) or any(not isinstance(table.get(key), list) for key in known):
+        raise UsageError(f"{where}.{kind} must have lists of temperatures and shifts, one each per draft position")
+    for key in table:
+        if key not in known:
+            raise UsageError(f"{where}.{kind}: {unknown('key', key, known)}")
+    try:
+        return Correction(tuple(table["temperatures"]), tuple(table["shifts"]))
+    except UsageError as error:
+        raise UsageError(f"{where}.{kind}: {error}") from None
+
+
 _HUB_KEYS = {"kind": str, "repo": str, "revision": str, "file": str, "sha256": str, "size": int}
 _WHEEL_KEYS = {
     "kind": str,
@@ -323,5 +349,10 @@ _SECTIONS: dict[str, dict[str, Check]] = {
         "block_size": _whole,
     },
     "run": {name: _run_check(name) for name in RUN},
-    "speculation": {"temperatures": _temperatures, "cost_table": _cost_tables},
+    "speculation": {
+        "temperatures": _temperatures,
+        "calibration": _calibrations,
+        "cost_table": _cost_tables,
+        "refine": _switch,
+    },
 }

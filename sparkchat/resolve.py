@@ -23,7 +23,7 @@ from sparkchat.locate import Located
 from sparkchat.options import RESOLVED, RUN, SAMPLING, check, nearest, parse
 from sparkchat.params import CostTable, LoadSpec, SamplingParams
 from sparkchat.paths import Paths
-from sparkchat.profile import Profile, Setting
+from sparkchat.profile import CALIBRATION, Profile, Setting
 
 SWITCHES = ("SPARKCHAT_MODEL", "SPARKCHAT_OFFLINE", "SPARKCHAT_DEBUG", "SPARKCHAT_API_KEY", "SPARKCHAT_ENGINE_KEY")
 """Variables beside those of the option table."""
@@ -39,6 +39,7 @@ _DEFAULTS: dict[str, Any] = {name: getattr(SamplingParams(), name) for name in S
     "block_size": None,
     "accept_cap": None,
     "draft_temperature": "target",
+    "refine": False,
     "tp": 1,
     "graphs": None,
 }
@@ -108,8 +109,9 @@ def _from_profile(profile: Profile | None) -> dict[str, Setting]:
     if profile is None:
         return {}
     found = {name: profile.settings[f"run.{name}"] for name in RUN if f"run.{name}" in profile.settings}
-    if "drafter.block_size" in profile.settings:
-        found["block_size"] = profile.settings["drafter.block_size"]
+    for name, key in (("block_size", "drafter.block_size"), ("refine", "speculation.refine")):
+        if key in profile.settings:
+            found[name] = profile.settings[key]
     return found
 
 
@@ -136,6 +138,8 @@ def refuse_impossible(options: Resolution, model: ModelRef, drafter: DrafterRef)
         _refuse_without_drafter(options, drafter)
     if options.is_typed("draft_temperature") and options.is_typed("mode") and options["mode"] == "off":
         raise UsageError(f"{options.asked('draft_temperature')} is for drafts, and mode off drafts nothing; drop one")
+    if options["refine"] and options.is_typed("refine") and options.is_typed("mode") and not _plans(options["mode"]):
+        raise UsageError(f"{options.asked('refine')} is for plans, and mode {options['mode']} plans nothing; drop one")
     if options["accept_cap"] is not None:
         if options["accept_cap"] < 1:
             raise UsageError(f"{options.asked('accept_cap')} is not possible; give a whole number of 1 or more")
@@ -154,8 +158,14 @@ def _refuse_without_drafter(options: Resolution, drafter: DrafterRef) -> None:
         raise UsageError(f"{options.asked('mode')} needs a drafter, but {reason}; give --drafter PATH or --mode off")
     if options.is_typed("block_size"):
         raise UsageError(f"{options.asked('block_size')} needs a drafter, but {reason}; give --drafter PATH")
+    if options["refine"] and options.is_typed("refine"):
+        raise UsageError(f"{options.asked('refine')} needs a drafter, but {reason}; give --drafter PATH")
     if options.is_typed("draft_temperature"):
         raise UsageError(f"{options.asked('draft_temperature')} needs a drafter, but {reason}; give --drafter PATH")
+
+
+def _plans(mode: str) -> bool:
+    return mode in ("compact", "cap-accept")
 
 
 def _refuse_parallel(options: Resolution, model: ModelRef) -> None:
@@ -247,10 +257,18 @@ def _template_text(path: Path) -> str:
 def _temperatures(profile: Profile | None) -> dict[str, Any]:
     """What the user's profile says wins over what was fitted here; what the shipped one says does not."""
     setting = None if profile is None else profile.settings.get("speculation.temperatures")
-    if setting is None:
-        return {}
-    is_shipped = setting.source.startswith("shipped")
-    return {"shipped_temperatures" if is_shipped else "temperatures": setting.value}
+    found: dict[str, Any] = {}
+    if setting is not None:
+        found["shipped_temperatures" if _is_shipped(setting) else "temperatures"] = setting.value
+    for key, setting in ({} if profile is None else profile.settings).items():
+        if key.startswith(CALIBRATION):
+            field = "shipped_calibration" if _is_shipped(setting) else "calibration"
+            found.setdefault(field, {})[key.removeprefix(CALIBRATION)] = setting.value
+    return found
+
+
+def _is_shipped(setting: Setting) -> bool:
+    return setting.source.startswith("shipped")
 
 
 def build_config(
@@ -272,6 +290,7 @@ def build_config(
         accept_cap=options["accept_cap"],
         draft_temperature=options["draft_temperature"],
         graphs=options["graphs"],
+        refine=options["refine"],
         cost_table=cost_table(options),
         **_temperatures(profile),
         chat_template=None if profile is None else profile.get("model.chat_template"),

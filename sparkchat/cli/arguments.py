@@ -69,6 +69,10 @@ BlockSize = Annotated[
 AcceptCap = Annotated[
     int | None, _flag("--accept-cap", metavar="N", help="Commit at most N drafts a step; with --mode cap-accept.")
 ]
+Refine = Annotated[
+    bool | None,
+    _flag("--refine/--no-refine", help="Correct step costs and confidences by finished steps, while running."),
+]
 DraftTemperature = Annotated[
     str | None,
     _flag("--draft-temperature", metavar="NAME", help="What drafts are drawn at: target, or adaptive."),
@@ -147,6 +151,7 @@ ANSWERING: dict[str, tuple[Any, Any]] = {
     "mode": (Mode, None),
     "accept_cap": (AcceptCap, None),
     "draft_temperature": (DraftTemperature, None),
+    "refine": (Refine, None),
     **LAWS,
     "logit_bias": (LogitBias, None),
     "min_tokens": (MinTokens, None),

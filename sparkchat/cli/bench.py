@@ -33,7 +33,8 @@ _ROOM = 512
 _OPTIONS = (
     a.LAWS
     | a.PAIR
-    | {name: a.ANSWERING[name] for name in ("draft_temperature", "dummy_weights", "simulate_acceptance", "verbose")}
+    | {name: a.ANSWERING[name] for name in ("draft_temperature", "refine", "dummy_weights", "simulate_acceptance")}
+    | {"verbose": a.ANSWERING["verbose"]}
 )
 
 
@@ -165,6 +166,7 @@ def _report(
         "dummy_weights": config.spec.dummy_weights,
         "simulated": config.spec.simulate_acceptance,
         "draft_temperature": config.spec.draft_temperature,
+        "refine": config.spec.refine,
         "sampling": {
             "temperature": s.temperature,
             "top_p": s.top_p,

@@ -22,6 +22,7 @@ from sparkchat.client import child_environment
 from sparkchat.config import RunConfig
 from sparkchat.errors import EngineCrash, UsageError, error_from_name
 from sparkchat.params import GenerateRequest
+from sparkchat.sampling_kind import sampling_kind
 
 _FIT = "from sparkchat.engine.fitting import main; main()"
 _NOTE_EVERY = 16
@@ -70,6 +71,9 @@ def tune(
     if wants_sts and config.spec.temperatures is not None:
         note("your profile has confidence temperatures, which win over what is fitted now")
     blocks = read_blocks(files) if files and wants_sts else None
+    if blocks is not None:
+        # What train leaves does not say how it was sampled: as the options say.
+        blocks.kind = [kind or sampling_kind(config.sampling) for kind in blocks.kind]
     config = replace(config, spec=replace(config.spec, mode="static", concurrency=concurrency))
     report: dict[str, Any] = {"model": config.spec.name, "drafter": Path(config.spec.drafter_path or "").name}
     if wants_cost or blocks is None:
@@ -115,12 +119,12 @@ def _collect(run: EngineRun, config: RunConfig, prompts: int, tokens: int) -> Bl
         for n, (prompt, system) in enumerate(chats)
     ]
     number_of = {request.id: n for n, request in enumerate(requests)}
-    blocks, ended = Blocks(), 0
+    blocks, ended, kind = Blocks(), 0, sampling_kind(sampling)
 
     def take(event: dict[str, Any]) -> None:
         nonlocal ended
         if event["event"] == "step":
-            blocks.add_step(event, number_of[event["id"]])
+            blocks.add_step(event, number_of[event["id"]], kind)
         elif event["event"] == "end":
             ended += 1
             if ended % _NOTE_EVERY == 0 or ended == prompts:
@@ -206,8 +210,22 @@ def _show_sts(sts: dict[str, Any]) -> None:
     ]
     table(["k", "BLOCKS", "TEMPERATURE", "CALIBRATION ERROR", "AUC"], rows)
     data("In a profile: [speculation] temperatures = [" + ", ".join(f"{t:.4g}" for t in sts["temperatures"]) + "]")
+    for kind, found in sts["by_kind"].items():
+        _show_kind(kind, found)
     if sts["file"]:
         data(f"kept in {sts['file']}")
+
+
+def _show_kind(kind: str, found: dict[str, Any]) -> None:
+    data(f"By kind of sampling: {kind}, {found['num_blocks']} blocks; a temperature and a shift of the logit")
+    figures = zip(found["temperatures"], found["shifts"], found["before"], found["after"], strict=True)
+    rows = [
+        [str(k), f"{t:.3f}", f"{shift:+.3f}", f"{_percent(before['ece'])} -> {_percent(after['ece'])}"]
+        for k, (t, shift, before, after) in enumerate(figures, start=1)
+    ]
+    table(["k", "TEMPERATURE", "SHIFT", "CALIBRATION ERROR"], rows)
+    lists = [", ".join(f"{value:.4g}" for value in found[name]) for name in ("temperatures", "shifts")]
+    data(f"In a profile: [speculation.calibration.{kind}] temperatures = [{lists[0]}] shifts = [{lists[1]}]")
 
 
 def _percent(value: float | None) -> str:

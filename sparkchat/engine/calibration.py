@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from sparkchat.engine.cache_file import read_json, write_json
 from sparkchat.errors import DamagedFile, UsageError
+from sparkchat.params import Correction
 
 NUM_BINS = 20
 GRID: tuple[float, ...] = tuple(10.0 ** (i / 24) for i in range(-24, 25))
@@ -55,12 +56,28 @@ def survival(confidence_logits: Tensor, temperatures: Sequence[float] | None = N
 
     ``temperatures`` holds at least g positive numbers; None means 1 everywhere. Raises DamagedFile on NaN.
     """
-    logits = confidence_logits.double()
-    if bool(torch.isnan(logits).any()):
-        raise DamagedFile("the drafter's confidence is not a number: its weights are damaged; fetch the drafter again")
+    logits = _numbers(confidence_logits)
     if temperatures is not None:
         logits = logits / _scales(temperatures, logits.shape[1]).to(logits.device)
     return torch.sigmoid(logits).cumprod(dim=1)
+
+
+def corrected_survival(confidence_logits: Tensor, corrections: Sequence[Correction | None]) -> Tensor:
+    """As ``survival``, each row by its own correction, at least g long; None leaves a row as it is."""
+    logits = _numbers(confidence_logits)
+    if any(found is not None for found in corrections):
+        ones, width = (1.0,) * logits.shape[1], logits.shape[1]
+        scales = [ones if c is None else c.temperatures[:width] for c in corrections]
+        shifts = [(0.0,) * width if c is None else c.shifts[:width] for c in corrections]
+        logits = logits / logits.new_tensor(scales) + logits.new_tensor(shifts)
+    return torch.sigmoid(logits).cumprod(dim=1)
+
+
+def _numbers(confidence_logits: Tensor) -> Tensor:
+    logits = confidence_logits.double()
+    if bool(torch.isnan(logits).any()):
+        raise DamagedFile("the drafter's confidence is not a number: its weights are damaged; fetch the drafter again")
+    return logits
 
 
 def _scales(temperatures: Sequence[float], width: int) -> Tensor:
@@ -157,15 +174,35 @@ def brier(predicted: Tensor, labels: Tensor) -> float:
 
 
 def save_temperatures(
-    folder: Path, key: str, temperatures: Sequence[float], about: Mapping[str, Any] | None = None
+    folder: Path,
+    key: str,
+    temperatures: Sequence[float],
+    about: Mapping[str, Any] | None = None,
+    by_kind: Mapping[str, Correction] | None = None,
 ) -> Path:
     """Store fitted temperatures under ``cache_file.measurement_key``; returns the file. Raises SparkchatError.
 
-    ``about`` says what they were fitted to; nothing reads it but people.
+    ``about`` says what they were fitted to; nothing reads it but people. ``by_kind`` adds to the corrections that an
+    earlier fit left for other kinds of sampling.
     """
     path = _path(folder, key)
-    write_json(path, {"schema": SCHEMA, "temperatures": list(temperatures), "about": dict(about or {})})
+    kinds = {kind: asdict(one) for kind, one in {**load_calibration(folder, key), **(by_kind or {})}.items()}
+    content = {"schema": SCHEMA, "temperatures": list(temperatures), "by_kind": kinds, "about": dict(about or {})}
+    write_json(path, content)
     return path
+
+
+def load_calibration(folder: Path, key: str) -> dict[str, Correction]:
+    """Fitted corrections by kind of sampling; none where there is no usable file (``load_temperatures`` says why)."""
+    content, _ = read_json(_path(folder, key), SCHEMA)
+    stored = None if content is None else content.get("by_kind")
+    found = {}
+    for kind, data in stored.items() if isinstance(stored, dict) else ():
+        try:
+            found[kind] = Correction.from_json(data)
+        except (KeyError, TypeError, ValueError, UsageError):
+            continue
+    return found
 
 
 def load_temperatures(folder: Path, key: str) -> tuple[tuple[float, ...] | None, str | None]:

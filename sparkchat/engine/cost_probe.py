@@ -223,6 +223,8 @@ def _probe(pair: LoadedPair, count: int, block: int, prompt_tokens: int) -> tupl
         cache=pair.target.new_cache(count, room, max(CHUNK_ROWS, pair.block_size + 1)),
         draft_cache=None if pair.drafter is None else pair.drafter.new_cache(count, room),
         temperatures=None,
+        calibration={},
+        refinement=None,
     )
     prompt = tuple((7919 * i + 13) % pair.target.config.vocab_size for i in range(num_tokens))
     states = [

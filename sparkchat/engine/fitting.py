@@ -15,15 +15,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparkchat.engine.calibration import CalibrationFit, fit_temperatures, measure, save_temperatures, survival
+from sparkchat.engine.calibration import (
+    CalibrationFit,
+    corrected_survival,
+    fit_temperatures,
+    measure,
+    save_temperatures,
+    survival,
+)
+from sparkchat.engine.correction_fit import better_correction
 from sparkchat.engine.device import resolve_device
 from sparkchat.engine.stored_temperatures import temperatures_folder, temperatures_key
 from sparkchat.errors import SparkchatError, UsageError
-from sparkchat.params import LoadSpec
+from sparkchat.params import Correction, LoadSpec
 
 HELD_OUT_EVERY = 3
 """Every third answer is kept from the fit, and the figures shown are of those alone."""
 FEWEST_BLOCKS = 30
+FEWEST_OF_KIND = 200
+"""Blocks of one kind of sampling that are worth a correction of its own."""
 
 
 def main() -> None:
@@ -36,9 +46,10 @@ def main() -> None:
 
 
 def fit(asked: dict[str, Any]) -> dict[str, Any]:
-    """``asked``: ``blocks`` (logits, accepted, judged, chat), ``spec`` of the pair, ``about`` for the stored file.
+    """``asked``: ``blocks`` (logits, accepted, judged, chat, kind), ``spec`` of the pair, ``about`` for the file.
 
-    Returns temperatures, the figures by position before and after, and the file they are stored in.
+    ``kind`` names the kind of sampling of each block, or is null where that is not known. Returns temperatures, the
+    figures by position before and after, the same by kind, and the file they are stored in.
     """
     logits = torch.tensor(asked["blocks"]["logits"], dtype=torch.float64)
     accepted, judged, chat = (torch.tensor(asked["blocks"][name]) for name in ("accepted", "judged", "chat"))
@@ -61,13 +72,44 @@ def fit(asked: dict[str, Any]) -> dict[str, Any]:
         "after": [asdict(m) for m in after],
         "file": None,
     }
+    kinds = _by_kind(logits, accepted, judged, chat, kept if is_split else torch.zeros_like(kept), asked["blocks"])
+    answer["by_kind"] = {kind: figures for kind, (_, figures) in kinds.items()}
     spec = LoadSpec.from_json(asked["spec"])
     folder = temperatures_folder(spec)
     if folder is not None:
         key = temperatures_key(spec, resolve_device(spec.device))
         about = {**asked.get("about", {}), "before": answer["before"], "after": answer["after"]}
-        answer["file"] = str(save_temperatures(Path(folder), key, found.temperatures, about))
+        corrections = {kind: correction for kind, (correction, _) in kinds.items()}
+        answer["file"] = str(save_temperatures(Path(folder), key, found.temperatures, about, corrections))
     return answer
+
+
+def _by_kind(
+    logits: Tensor, accepted: Tensor, judged: Tensor, chat: Tensor, kept: Tensor, blocks: dict[str, Any]
+) -> dict[str, tuple[Correction, dict[str, Any]]]:
+    """(correction, its figures) of every kind with blocks enough; figures are of the ``kept`` answers, if any are."""
+    named = blocks.get("kind") or [None] * len(logits)
+    found = {}
+    for kind in dict.fromkeys(name for name in named if name is not None):
+        is_kind = torch.tensor([name == kind for name in named])
+        part, shown = is_kind & ~kept, is_kind & kept
+        if int(part.sum()) < FEWEST_OF_KIND:
+            continue
+        if not bool(shown.any()):
+            shown = part
+        parts = logits[part], accepted[part], judged[part]
+        temperatures = _fit_part(logits, accepted, judged, part).temperatures
+        plain = Correction(temperatures, (0.0,) * len(temperatures))
+        correction = better_correction(*parts, plain, chat[part] % 2 == 0)
+        alive = corrected_survival(logits[shown], [correction] * int(shown.sum()))
+        figures = {
+            **asdict(correction),
+            "num_blocks": int(is_kind.sum()),
+            "before": [asdict(m) for m in measure(survival(logits[shown]), accepted[shown], judged[shown])],
+            "after": [asdict(m) for m in measure(alive, accepted[shown], judged[shown])],
+        }
+        found[kind] = correction, figures
+    return found
 
 
 def _fit_part(logits: Tensor, accepted: Tensor, judged: Tensor, part: Tensor) -> CalibrationFit:

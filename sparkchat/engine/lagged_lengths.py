@@ -49,7 +49,7 @@ def choose_budgets(
         if cap is not None:
             own[i] = Budget(cap, None, None, is_planned=False)
         elif is_planned(state, intent) and (state.is_reproducible or intent.floor):
-            cost = costs_of([state], pair)
+            cost = costs_of([state], pair, is_reproducible=state.is_reproducible)
             newest, *older = stale_of([i])
             alone = choose_budget(newest, cost, older=older)
             own[i] = replace(alone, drafts=max(alone.drafts, intent.floor), plain_theta=plain_theta(1, cost))

@@ -23,8 +23,9 @@ from sparkchat.engine.device import device_name, resolve_device
 from sparkchat.engine.pair import LoadedPair, draft_index_table
 from sparkchat.engine.prefill import CHUNK_ROWS
 from sparkchat.engine.ranks import Team
+from sparkchat.engine.refinement import Refinement
 from sparkchat.engine.shared_pair import load_shared
-from sparkchat.engine.stored_temperatures import temperatures_of
+from sparkchat.engine.stored_temperatures import calibration_of, temperatures_of
 from sparkchat.engine.text_model import TextModel
 from sparkchat.errors import UsageError
 from sparkchat.models import load_drafter, load_target
@@ -102,6 +103,8 @@ def _load_pair(
         cost=None if spec.cost_table is None else CostLookup(spec.cost_table),
         temperatures=temperatures,
         temperatures_source=source,
+        calibration=calibration_of(spec, device, max_block - 1 if drafter is not None else 0),
+        refinement=Refinement() if spec.refine and drafter is not None else None,
         context=context,
         kv_bytes_per_token=target.config.kv_bytes_per_token,
         damaged_ids=target.embedding.damaged_ids(),
@@ -134,6 +137,8 @@ def describe(
         "load_ms": load_ms,
         "temperatures": None if pair.temperatures is None else list(pair.temperatures),
         "temperatures_source": pair.temperatures_source,
+        "calibration": {kind: asdict(one) for kind, one in pair.calibration.items()},
+        "refine": pair.refinement is not None,
         "kv_bytes_per_token": pair.kv_bytes_per_token,
         "cost_table": describe_cost(pair.cost),
         "versions": _versions(),

@@ -8,6 +8,7 @@ depend on the token they judge, and every token is accepted, or replaced, by the
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,7 +16,8 @@ from torch import Tensor
 from sparkchat.engine import rng
 from sparkchat.engine.acceptance import Acceptance, accept
 from sparkchat.engine.batch import pack_rows
-from sparkchat.engine.calibration import survival
+from sparkchat.engine.calibration import corrected_survival
+from sparkchat.engine.correction import correction_of, learn, refined_record
 from sparkchat.engine.drafting import Draft, propose
 from sparkchat.engine.lagged_lengths import choose_lagged
 from sparkchat.engine.laws import DAMAGED_DRAFTER, DAMAGED_MODEL, TargetRows, target_laws
@@ -25,7 +27,7 @@ from sparkchat.engine.records import StepClock, outcome_of, step_event
 from sparkchat.engine.request import RequestState
 from sparkchat.engine.slots import FLUSH_ROWS, flush_contexts
 from sparkchat.engine.step_plan import StepIntent, StepLengths, choose_lengths, intend
-from sparkchat.params import Mode
+from sparkchat.params import Correction, Mode
 
 Event = dict
 
@@ -47,23 +49,36 @@ def decode_step(
     intents = [intend(state, default, pair) for state in states]
     draft = propose(pair, states, [intent.draft_len for intent in intents])
     clock.lap("draft_ms")
-    alive = _calibrate(pair, draft, len(states))
+    corrections = [correction_of(state, pair) for state in states]
+    alive = _calibrate(draft, corrections)
     lengths = choose(states, intents, alive, pair)
     clock.lap("plan_ms")
     target, starts, features = _verify(pair, states, draft, lengths)
     clock.lap("verify_ms")
     accepted = _accept(target, starts, states, draft, lengths, pair.damaged_ids)
-    events = _commit(pair, states, intents, lengths, draft, accepted, features, starts, alive, target, clock, graph)
+    calibrated = Calibrated(corrections, alive)
+    events = _commit(
+        pair, states, intents, lengths, draft, accepted, features, starts, calibrated, target, clock, graph
+    )
+    _learn(pair, states, intents, lengths, draft, accepted, clock)
     return events
 
 
-def _calibrate(pair: LoadedPair, draft: Draft | None, num_states: int) -> list[list[float]]:
+@dataclass(frozen=True)
+class Calibrated:
+    """Of each request: how its confidences were corrected, and the survivals that came of it."""
+
+    corrections: list[Correction | None]
+    alive: list[list[float]]
+
+
+def _calibrate(draft: Draft | None, corrections: Sequence[Correction | None]) -> list[list[float]]:
     """Survival a_k of every draft: the running product of calibrated confidences."""
     if draft is None:
-        return [[] for _ in range(num_states)]
+        return [[] for _ in corrections]
     logits = draft.proposal.confidence_logit
     # A confidence is advice: one that is no number admits nothing, and harms no token.
-    values = survival(logits.masked_fill(logits.isnan(), -torch.inf), pair.temperatures).tolist()
+    values = corrected_survival(logits.masked_fill(logits.isnan(), -torch.inf), corrections).tolist()
     return [row[:length] for row, length in zip(values, draft.proposal.lens.tolist(), strict=True)]
 
 
@@ -142,7 +157,7 @@ def _commit(
     accepted: Acceptance,
     features: Tensor | None,
     starts: list[int],
-    alive: list[list[float]],
+    calibrated: Calibrated,
     target: TargetRows,
     clock: StepClock,
     graph: dict | None,
@@ -170,10 +185,39 @@ def _commit(
     for r, state in enumerate(states):
         if state.finish_reason != "error":
             outcome = outcome_of(r, intents[r].draft_len, draft, accepted, target, starts)
-            events += step_event(pair, state, intents[r], lengths[r], outcome, alive[r], commits[r], clock, graph)
-        state.stale.keep(state.round, alive[r])
+            survivals, correction = calibrated.alive[r], calibrated.corrections[r]
+            refined = refined_record(state, pair, correction, len(states))
+            events += step_event(
+                pair, state, intents[r], lengths[r], outcome, survivals, commits[r], clock, graph, correction, refined
+            )
+        state.stale.keep(state.round, calibrated.alive[r])
         state.round += 1
     return events
+
+
+def _learn(
+    pair: LoadedPair,
+    states: Sequence[RequestState],
+    intents: Sequence[StepIntent],
+    lengths: Sequence[StepLengths],
+    draft: Draft | None,
+    accepted: Acceptance,
+    clock: StepClock,
+) -> None:
+    """What this step, now that it is over, shows for the coming ones."""
+    if pair.refinement is None:
+        return
+    drafted = [intent.draft_len for intent in intents]
+    raw = [[] for _ in states] if draft is None else draft.proposal.confidence_logit.tolist()
+    learn(
+        pair,
+        states,
+        drafted,
+        [chosen.verify_len for chosen in lengths],
+        [row[:length] for row, length in zip(raw, drafted, strict=True)],
+        accepted.full_accepted_len.tolist(),
+        clock.total_ms,
+    )
 
 
 def observe(state: RequestState, intent: StepIntent, chosen: StepLengths) -> None:

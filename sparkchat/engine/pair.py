@@ -10,7 +10,8 @@ import torch
 
 from sparkchat.engine.cost_table import CostLookup
 from sparkchat.engine.draft_gate import DraftGate
-from sparkchat.params import CostTable
+from sparkchat.engine.refinement import Refinement
+from sparkchat.params import Correction, CostTable
 from sparkchat.simulation import SimulatedAcceptance
 
 if TYPE_CHECKING:
@@ -36,6 +37,10 @@ class LoadedPair:
     temperatures: tuple[float, ...] | None = None
     temperatures_source: str = "none"
     """profile | fitted | shipped | none"""
+    calibration: dict[str, Correction] = field(default_factory=dict)
+    """By kind of sampling, in the place of the temperatures."""
+    refinement: Refinement | None = None
+    """What finished steps correct; None unless asked for."""
     context: int = 0
     """Most tokens of one request, prompt and answer together."""
     kv_bytes_per_token: int = 0

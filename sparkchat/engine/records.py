@@ -16,6 +16,7 @@ from sparkchat.engine.laws import TargetRows
 from sparkchat.engine.pair import LoadedPair
 from sparkchat.engine.request import RequestState
 from sparkchat.engine.step_plan import REASON_BAD_CONFIDENCE, StepIntent, StepLengths
+from sparkchat.params import Correction
 
 
 class StepClock:
@@ -99,8 +100,13 @@ def step_event(
     num_committed: int,
     clock: StepClock | StepTimes,
     graph: dict[str, Any] | None = None,
+    correction: Correction | None = None,
+    refined: dict[str, Any] | None = None,
 ) -> list[dict[str, Any]]:
-    """The ``step`` event of a request, unless it asked for none; also counts the step in its statistics."""
+    """The ``step`` event of a request, unless it asked for none; also counts the step in its statistics.
+
+    ``correction``: of its confidences; ``refined``: the part of it that earlier steps made.
+    """
     draft_ids, logits, taken = outcome.draft_ids, outcome.confidence_logit, outcome.taken
     correct = min(taken, num_committed)
     state.statistics.record(
@@ -127,7 +133,7 @@ def step_event(
         "draft_prob": [finite(v) for v in outcome.p_draft],
         "target_prob": [finite(v) for v in outcome.p_target],
         "confidence_logit": [finite(v) for v in logits] if has_confidence else [],
-        "confidence": _calibrated(logits, pair.temperatures) if has_confidence else [],
+        "confidence": _calibrated(logits, correction) if has_confidence else [],
         "survival": list(alive) if has_confidence else [],
         "budget": chosen.budget,
         "verify_len": chosen.verify_len,
@@ -144,6 +150,7 @@ def step_event(
         "predicted_theta": chosen.predicted_theta,
         "graph": graph or {"replayed": False, "key": None},
         "fallback": fallback,
+        "refined": refined,
         "simulated": None if pair.simulated is None else pair.simulated.label,
         "rows_reclaimed": reclaimed,
         "bytes_reclaimed": reclaimed * pair.kv_bytes_per_token,
@@ -167,9 +174,11 @@ def _rejection(outcome: RowOutcome, verify_len: int) -> dict[str, Any] | None:
     }
 
 
-def _calibrated(logits: Sequence[float], temperatures: Sequence[float] | None) -> list[float | None]:
-    scales = temperatures or [1.0] * len(logits)
-    return [finite(_sigmoid(logit / scale)) for logit, scale in zip(logits, scales, strict=False)]
+def _calibrated(logits: Sequence[float], correction: Correction | None) -> list[float | None]:
+    if correction is None:
+        return [finite(_sigmoid(logit)) for logit in logits]
+    pairs = zip(logits, correction.temperatures, correction.shifts, strict=False)
+    return [finite(_sigmoid(logit / scale + shift)) for logit, scale, shift in pairs]
 
 
 def _sigmoid(value: float) -> float:

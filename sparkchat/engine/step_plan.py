@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from sparkchat.engine.correction import planning_costs
 from sparkchat.engine.cost_table import StepCosts
 from sparkchat.engine.pair import LoadedPair
 from sparkchat.engine.planner import Plan, plan
@@ -100,7 +101,7 @@ def choose_lengths(
     shared = [i for i in planned if not states[i].is_reproducible]
     plans: dict[int, tuple[int, Plan, float | None]] = {}
     for i in alone:
-        cost = costs_of([states[i]], pair)
+        cost = costs_of([states[i]], pair, is_reproducible=True)
         own = plan([list(survival[i])], [intents[i].limit], cost, floors=[intents[i].floor])
         plans[i] = (own.verify_lens[0], own, plain_theta(1, cost))
     if shared:
@@ -139,9 +140,13 @@ def own_cap(state: RequestState, intent: StepIntent) -> int | None:
     return min(state.accept_cap, intent.limit)
 
 
-def costs_of(states: Sequence[RequestState], pair: LoadedPair) -> StepCosts | None:
-    """What a step of these requests costs, with the context that they have now."""
-    return None if pair.cost is None else pair.cost.at(len(states), sum(state.kv_len for state in states))
+def costs_of(states: Sequence[RequestState], pair: LoadedPair, *, is_reproducible: bool = False) -> StepCosts | None:
+    """What a step of these requests costs, with the context that they have now.
+
+    ``is_reproducible``: as far as it can be told without looking at other answers.
+    """
+    table = planning_costs(pair, is_reproducible)
+    return None if table is None else table.at(len(states), sum(state.kv_len for state in states))
 
 
 def plain_theta(requests: int, cost: StepCosts | None) -> float | None:

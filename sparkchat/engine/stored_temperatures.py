@@ -1,5 +1,9 @@
-"""Which confidence temperatures a pair runs with: what the user's profile says, else what was fitted on this machine,
-else what the shipped profile says."""
+"""How the confidences of a pair are corrected: what the user's profile says, else what was fitted on this machine, else
+what the shipped profile says.
+
+Temperatures hold for every kind of sampling; a correction by kind of sampling comes before those of its own layer and
+of the layers below.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +13,9 @@ import torch
 
 from sparkchat import __version__
 from sparkchat.engine.cache_file import files_identity, measurement_key
-from sparkchat.engine.calibration import load_temperatures
+from sparkchat.engine.calibration import load_calibration, load_temperatures
 from sparkchat.engine.device import device_name
-from sparkchat.params import LoadSpec
+from sparkchat.params import Correction, LoadSpec
 
 
 def temperatures_folder(spec: LoadSpec) -> Path | None:
@@ -44,6 +48,20 @@ def temperatures_of(
     if spec.shipped_temperatures is not None and block:
         return _stretched(spec.shipped_temperatures, block), "shipped", notice
     return None, "none", notice
+
+
+def calibration_of(spec: LoadSpec, device: torch.device, block: int) -> dict[str, Correction]:
+    """By kind of sampling, each for ``block`` drafts; a kind that is not there takes the temperatures."""
+    if not block or spec.simulate_acceptance is not None or spec.dummy_weights:
+        return {}
+    found: dict[str, Correction] = {}
+    if spec.temperatures is None:
+        found |= spec.shipped_calibration
+        folder = temperatures_folder(spec)
+        if folder is not None:
+            found |= load_calibration(folder, temperatures_key(spec, device))
+    found |= spec.calibration
+    return {kind: one.stretched(block) for kind, one in found.items()}
 
 
 def _stretched(found: tuple[float, ...], block: int) -> tuple[float, ...]:

@@ -12,7 +12,7 @@ RUN = """
 --frequency-penalty --logit-bias --min-tokens --max-tokens --stop --ignore-eos --seed --system --raw --prompt-ids
 --think --no-think --device --tp --dtype --context --graphs --no-graphs --offline --trace --force --json --jsonl
 --plain --resume --verbose --color --ascii --dummy-weights --simulate-acceptance --profile --engine
---accept-cap --draft-temperature
+--accept-cap --draft-temperature --refine --no-refine
 """
 ONLY_RUN = {"--prompt-ids", "--json", "--jsonl", "--plain", "--resume", "--color", "--ascii", "--engine"}
 SERVING = {"--concurrency", "--host", "--port", "--api-key", "--max-waiting", "--grace"}

@@ -28,7 +28,8 @@ MODES = ("off", "static", "compact", "cap-accept")
 
 def pair(confidence: bool | None = True, cost: CostLookup | None = None) -> Any:
     drafter = None if confidence is None else SimpleNamespace(has_confidence=confidence)
-    return SimpleNamespace(drafter=drafter, cost=cost, reason_off=None if drafter else "there is no drafter")
+    reason = None if drafter else "there is no drafter"
+    return SimpleNamespace(drafter=drafter, cost=cost, refinement=None, reason_off=reason)
 
 
 def cost(rng: random.Random) -> CostLookup:

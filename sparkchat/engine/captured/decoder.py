@@ -27,6 +27,7 @@ from sparkchat.engine.captured.seating import Seat, Seating
 from sparkchat.engine.captured.state import CAP, COMPACT, SHARED, STATIC
 from sparkchat.engine.captured.step import CapturedStep
 from sparkchat.engine.captured.tiers import request_tiers, round_up, row_tiers
+from sparkchat.engine.correction import correction_of, learn, refined_record
 from sparkchat.engine.lagged_lengths import BatchBudgets, choose_budgets, lengths_of
 from sparkchat.engine.laws import DAMAGED_DRAFTER, DAMAGED_MODEL
 from sparkchat.engine.loop import observe
@@ -253,9 +254,25 @@ class CapturedDecoder:
             told.append((seat, intent, lengths, outcome, committed))
         for seat, intent, lengths, outcome, committed in told:
             state = seat.state
-            alive = outcome.survival(self._pair.temperatures)
+            correction = correction_of(state, self._pair)
+            refined = refined_record(state, self._pair, correction, len(flying.seats))
+            alive = outcome.survival(correction)
             state.stale.keep(state.round - 1, alive)
-            events += step_event(self._pair, state, intent, lengths, outcome.row, alive, committed, times, graph)
+            events += step_event(
+                self._pair, state, intent, lengths, outcome.row, alive, committed, times, graph, correction, refined
+            )
+        if self._pair.refinement is not None and told:
+            outcomes = [outcome for _, _, _, outcome, _ in told]
+            learn(
+                self._pair,
+                [seat.state for seat, *_ in told],
+                [intent.draft_len for _, intent, *_ in told],
+                [outcome.verify_len for outcome in outcomes],
+                [outcome.row.confidence_logit for outcome in outcomes],
+                [outcome.row.full for outcome in outcomes],
+                # Requests that had ended took part as well, and what they verified is not known any more.
+                times.total_ms if len(told) == len(flying.seats) else None,
+            )
         return events
 
 

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sparkchat.engine.calibration import survival
+from sparkchat.engine.calibration import corrected_survival
 from sparkchat.engine.captured.state import Records
 from sparkchat.engine.records import RowOutcome
+from sparkchat.params import Correction
 
 
 @dataclass(frozen=True)
@@ -23,12 +24,12 @@ class CapturedOutcome:
     damaged_from: int
     """Drafts before the first target row that is not of numbers; more than can be taken when all are."""
 
-    def survival(self, temperatures: Sequence[float] | None) -> list[float]:
+    def survival(self, correction: Correction | None) -> list[float]:
         """Survival of every draft, as the loop computes it."""
         if not self.row.confidence_logit:
             return []
         logits = torch.tensor([self.row.confidence_logit])
-        values = survival(logits.masked_fill(logits.isnan(), -torch.inf), temperatures)
+        values = corrected_survival(logits.masked_fill(logits.isnan(), -torch.inf), [correction])
         return values[0].tolist()
 
 
