@@ -16,16 +16,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sparkchat.engine.ranks import join_group, out_of_memory
+from sparkchat.engine.ranks import join_group, one_line, out_of_memory, use_device
 from sparkchat.engine.worker import Channel
-from sparkchat.errors import SparkchatError
+from sparkchat.errors import EngineCrash, SparkchatError
 from sparkchat.models.base import ForwardBatch
 from sparkchat.models.deepseek_v4.cache import StateCache
 from sparkchat.models.deepseek_v4.loading import load_part
 from sparkchat.models.parallel import ProcessGroup
 
 _GRACE_SECONDS = 10.0
-"""When one rank ends, collectives of all others fail: the first to be seen ending should be the one that did."""
+"""When one rank ends, collectives of all others fail: the first to be heard of should be the one that did."""
 
 Command = dict[str, Any]
 
@@ -117,7 +117,9 @@ def _batch(command: Command, token_ids: Tensor, cache: StateCache) -> ForwardBat
 def _follow(channel: Channel) -> None:
     join = channel.commands.get()
     device = torch.device(join["device"])
-    group = join_group(Path(join["store"]), join["rank"], join["size"], device)
+    use_device(device)
+    channel.send({"event": "started"})
+    group = join_group(join["meeting"], join["rank"], join["size"], device)
     follower = Follower(group, device, channel.commands.get())
     channel.send({"event": "loaded"})
     while (command := channel.commands.get())["op"] != "leave":
@@ -132,15 +134,19 @@ def main() -> None:
         _follow(channel)
     except SparkchatError as error:
         _report(channel, error)
-    except (MemoryError, RuntimeError) as error:
+    except Exception as error:  # noqa: BLE001  (the boundary of this process: rank 0 tells the user)
         traceback.print_exc()
         sys.stderr.flush()
-        reason = out_of_memory(error, "the engine")
-        if reason is None:
+        if _is_of_partner(error):
             time.sleep(_GRACE_SECONDS)
-            os._exit(1)
-        _report(channel, reason)
+        _report(channel, out_of_memory(error, "the engine") or EngineCrash(one_line(error)))
+    # Leaving Python the usual way would wait for collectives.
     os._exit(0)
+
+
+def _is_of_partner(error: Exception) -> bool:
+    """Whether it says that another rank has gone."""
+    return isinstance(error, dist.DistError) or "gloo" in str(error)
 
 
 def _report(channel: Channel, error: SparkchatError) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import queue
-import shutil
 import signal
 import subprocess
 import sys
@@ -21,6 +20,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import IO, Any
 
@@ -34,10 +34,16 @@ from sparkchat.models.parallel import ProcessGroup
 from sparkchat.strict_json import dumps, loads
 
 _PROGRAM = "from sparkchat.engine.rank_process import main; main()"
+_START_SECONDS = 300.0
+"""For Python, torch and a GPU's context."""
+_JOIN_SECONDS = 180.0
+_COLLECTIVE_SECONDS = 300.0
+"""Ranks may be apart by as long as one of them compiles a kernel."""
 _CLOSE_SECONDS = 5.0
 _LOST_SECONDS = 5.0
 """A failed collective is known before the end of its process is; how long to wait for the better reason."""
 _LOOPBACK = "lo"
+_LOG_BYTES = 4000
 
 
 @dataclass(frozen=True)
@@ -55,36 +61,44 @@ class Team:
     """Rank 0's end of the group."""
 
     def __init__(self, size: int, device: torch.device) -> None:
-        """``device``: rank 0's; the others take the GPUs behind it. Raises UsageError where there are too few."""
+        """``device``: rank 0's; the others take the GPUs behind it.
+
+        Raises UsageError where there are too few, EngineCrash where they do not start or do not reach each other.
+        """
         devices = rank_devices(size, device)
         self.size, self.device = size, devices[0]
         set_loopback()
-        self._folder = Path(tempfile.mkdtemp(prefix="sparkchat-ranks-"))
+        meeting = open_meeting()
         self._reports: queue.SimpleQueue[tuple[int, dict[str, Any] | None]] = queue.SimpleQueue()
-        self._is_loaded = self._is_closing = False
+        # Whether the engine's thread waits for reports, and raises what goes wrong; else it may be in a collective.
+        self._is_listening, self._is_closing = True, False
+        self._loss: SparkchatError | None = None
         self._lost = threading.Event()
-        self._members = [self._start(rank) for rank in range(1, size)]
-        for member in self._members:
-            place = {"rank": member.rank, "size": size, "device": str(devices[member.rank])}
-            self._write(member, {"op": "join", "store": str(self._folder / "store"), **place})
-        self.group = join_group(self._folder / "store", 0, size, self.device)
+        self._members: list[Member] = []
+        try:
+            for rank in range(1, size):
+                self._members.append(self._start(rank, meeting))
+            for member in self._members:
+                place = {"rank": member.rank, "size": size, "device": str(devices[member.rank])}
+                self._write(member, {"op": "join", "meeting": meeting, **place})
+            use_device(self.device)
+            self._wait_for("started", _START_SECONDS)
+            self.group = self._join(meeting)
+        except BaseException:
+            self.close()
+            raise
 
     def load(
         self, paths: Sequence[str | None], dtype: torch.dtype | None, threads: int, *, is_dummy: bool = False
     ) -> None:
         """Have the other ranks load their parts of target and drafter; ``wait_until_loaded`` waits for them."""
         name = None if dtype is None else str(dtype).removeprefix("torch.")
+        self._is_listening = True
         self.call("load", paths=list(paths), dtype=name, threads=threads, dummy=is_dummy)
 
     def wait_until_loaded(self) -> None:
         """Raises what a rank met while loading."""
-        waiting = set(range(1, self.size))
-        while waiting:
-            rank, report = self._reports.get()
-            if report is None or report["event"] == "error":
-                raise self._reason(rank, report)
-            waiting.discard(rank)
-        self._is_loaded = True
+        self._wait_for("loaded", None)
 
     def call(self, op: str, *tensors: Tensor, **plain: Any) -> None:
         """Have every other rank do this; rank 0 then does the same itself. ``tensors`` are those of rank 0."""
@@ -101,6 +115,8 @@ class Team:
             yield
         except RuntimeError:
             self._lost.wait(_LOST_SECONDS)
+            if self._loss is not None:
+                raise self._loss from None
             raise
 
     def close(self) -> None:
@@ -125,14 +141,13 @@ class Team:
                 member.process.wait()
             member.log.close()
         self._members = []
-        shutil.rmtree(self._folder, ignore_errors=True)
 
     @property
     def pids(self) -> list[int]:
         """Process ids of ranks 1 and up."""
         return [member.process.pid for member in self._members]
 
-    def _start(self, rank: int) -> Member:
+    def _start(self, rank: int, meeting: int) -> Member:
         command_read, command_write = os.pipe()
         event_read, event_write = os.pipe()
         log = tempfile.TemporaryFile()  # noqa: SIM115  (close() closes it)
@@ -143,10 +158,12 @@ class Team:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                pass_fds=(command_read, event_write),
+                pass_fds=(command_read, event_write, meeting),
                 env=_environment(),
             )
         except OSError as error:
+            for fd in (command_write, event_read):
+                os.close(fd)
             raise EngineCrash(f"the process of rank {rank} cannot be started: {error}") from None
         finally:
             os.close(command_read)
@@ -155,23 +172,58 @@ class Team:
         threading.Thread(target=self._watch, args=(member, event_read), name=f"rank {rank}", daemon=True).start()
         return member
 
+    def _join(self, meeting: int) -> ProcessGroup:
+        """Meet the other ranks, which all stand before the same call."""
+        who = f"{self.size} ranks from {self.device} on"
+        late = EngineCrash(f"{who} do not reach each other within {_JOIN_SECONDS:.0f} s; NCCL_DEBUG=INFO says more")
+        timer = threading.Timer(_JOIN_SECONDS, end_process, (late,))
+        timer.daemon = True
+        timer.start()
+        try:
+            return join_group(meeting, 0, self.size, self.device)
+        except RuntimeError as error:
+            raise EngineCrash(f"{who} do not reach each other: {one_line(error)}") from error
+        finally:
+            timer.cancel()
+
+    def _wait_for(self, event: str, seconds: float | None) -> None:
+        """Until every rank has said so. Raises what one reports instead, or how it ended."""
+        waiting = set(range(1, self.size))
+        while waiting:
+            try:
+                rank, report = self._reports.get(timeout=seconds)
+            except queue.Empty:
+                raise EngineCrash(f"rank {min(waiting)} of {self.size} has not {event} after {seconds} s") from None
+            if report is None or report["event"] != event:
+                raise self._reason(rank, report)
+            waiting.discard(rank)
+        self._is_listening = False
+        # One that ended before this was noted is ours to tell.
+        if not self._reports.empty():
+            raise self._reason(*self._reports.get())
+
     def _watch(self, member: Member, events: int) -> None:
         """Runs in a thread of its own: pass on what the rank reports, and end the engine when the rank ends."""
-        last: dict[str, Any] | None = None
+        report: dict[str, Any] | None = None
         with os.fdopen(events, "rb") as pipe:
             for line in pipe:
-                last = loads(line)
-                self._reports.put((member.rank, last))
-        if self._is_closing:
-            return
-        if not self._is_loaded and last is not None and last["event"] == "error":
-            return  # the engine's thread raises it
-        member.process.wait()
-        reason = self._reason(member.rank, last if last is not None and last["event"] == "error" else None)
+                report = loads(line)
+                if report["event"] == "error":
+                    break
+                self._reports.put((member.rank, report))
+                report = None
+            if self._is_closing:
+                return
+            self._reports.put((member.rank, report))
+            if not self._is_listening:
+                self._lose(member, self._reason(member.rank, report))
+
+    def _lose(self, member: Member, reason: SparkchatError) -> None:
+        """The engine's thread may be in a collective that never returns."""
+        sys.stderr.write(_tail(member.log))
+        end_process(reason)
+        self._loss = reason
         self._lost.set()
-        sys.stderr.write(f"{reason.message}\n")
-        sys.stderr.flush()
-        os._exit(EngineCrash.exit_code)
 
     def _reason(self, rank: int, report: dict[str, Any] | None) -> SparkchatError:
         who = f"rank {rank} of {self.size}"
@@ -186,9 +238,16 @@ class Team:
             while data:
                 data = data[os.write(member.commands, data) :]
         except BrokenPipeError:
-            if not self._is_closing:
+            if not self._is_closing and not self._is_listening:
                 self._lost.wait(_LOST_SECONDS)
-            raise self._reason(member.rank, None) from None
+            raise self._loss or self._reason(member.rank, None) from None
+
+
+def end_process(reason: SparkchatError) -> None:
+    """End this process with one last line: what its client tells the user. A collective can be left no other way."""
+    sys.stderr.write(f"{reason.message}\n")
+    sys.stderr.flush()
+    os._exit(EngineCrash.exit_code)
 
 
 def rank_devices(size: int, first: torch.device) -> list[torch.device]:
@@ -198,17 +257,37 @@ def rank_devices(size: int, first: torch.device) -> list[torch.device]:
     start, count = first.index or 0, torch.cuda.device_count()
     if start + size > count:
         raise UsageError(f"--tp {size} was asked for, but there are {count - start} GPUs from {first} on; give fewer")
+    if not dist.is_nccl_available():
+        raise UsageError(f"--tp {size} was asked for, but this torch has no NCCL; install one that has it")
     return [torch.device("cuda", start + rank) for rank in range(size)]
 
 
-def join_group(store: Path, rank: int, size: int, device: torch.device) -> ProcessGroup:
-    """Meet the other ranks, through a file that they share."""
-    meeting = dist.FileStore(str(store), size)
-    if device.type == "cpu":
-        dist.init_process_group("gloo", store=meeting, rank=rank, world_size=size)
-    else:
+def open_meeting() -> int:
+    """A descriptor of a file without a name, in which ranks find each other: it is gone with the last of them.
+
+    It stays open: torch writes to it through its number when the group is left, and that may be late.
+    """
+    if not hasattr(os, "memfd_create"):
+        raise UsageError("--tp needs Linux; leave it out")
+    return os.memfd_create("sparkchat-ranks")
+
+
+def use_device(device: torch.device) -> None:
+    """Make ``device`` this process's own, and find out whether it can be used at all."""
+    if device.type == "cuda":
         torch.cuda.set_device(device)
-        dist.init_process_group("nccl", store=meeting, rank=rank, world_size=size, device_id=device)
+        torch.zeros(1, device=device)
+
+
+def join_group(meeting: int, rank: int, size: int, device: torch.device) -> ProcessGroup:
+    """Meet the other ranks, through the open file ``meeting``; ``device`` is the one in use."""
+    store = dist.FileStore(f"/proc/self/fd/{meeting}", size)
+    settings: dict[str, Any] = {"store": store, "rank": rank, "world_size": size}
+    settings["timeout"] = timedelta(seconds=_COLLECTIVE_SECONDS)
+    if device.type == "cpu":
+        dist.init_process_group("gloo", **settings)
+    else:
+        dist.init_process_group("nccl", device_id=device, **settings)
     return ProcessGroup()
 
 
@@ -219,6 +298,7 @@ def set_loopback() -> None:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", _LOOPBACK)
     # Multicast needs rights that containers often lack, and gains nothing for messages as small as these.
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
 
 
 def out_of_memory(error: Exception, what: str) -> NotEnoughMemory | None:
@@ -229,6 +309,11 @@ def out_of_memory(error: Exception, what: str) -> NotEnoughMemory | None:
     return None
 
 
+def one_line(error: Exception) -> str:
+    """What an error of a library says, with its kind."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:400]
+
+
 def _environment() -> dict[str, str]:
     root = str(Path(sparkchat.__file__).resolve().parent.parent)
     paths = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
@@ -236,15 +321,16 @@ def _environment() -> dict[str, str]:
 
 
 def _tail(log: IO[bytes]) -> str:
-    size = log.seek(0, os.SEEK_END)
-    log.seek(max(0, size - 4000))
-    lines = [line for line in log.read().decode("utf-8", "replace").splitlines() if line.strip()]
-    return lines[-1].strip()[:300] if lines else ""
+    """The end of what a rank wrote. Its place in the file is the rank's own, so it is not moved."""
+    fd = log.fileno()
+    size = os.fstat(fd).st_size
+    return os.pread(fd, _LOG_BYTES, max(0, size - _LOG_BYTES)).decode("utf-8", "replace")
 
 
-def _describe_end(code: int, last_words: str) -> str:
+def _describe_end(code: int, log: str) -> str:
     if code < 0:
         what = f"was ended by {signal.Signals(-code).name}"
     else:
         what = f"ended with code {code}"
-    return f"{what}; its last words: {last_words}" if last_words else what
+    lines = [line for line in log.splitlines() if line.strip()]
+    return f"{what}; its last words: {lines[-1].strip()[:300]}" if lines else what
