@@ -95,13 +95,9 @@ class AnswerView:
         for run in update.runs:
             active.section.append(run.text)
             active.section.mark_origin(run.origin, run.step)
-        text = "".join(run.text for run in update.runs)
         if update.channel == "thinking":
-            active.turn.answer.thinking += text
             assert active.thinking_head is not None
             active.thinking_head.replace(self._thinking_text(active.section))
-        else:
-            active.turn.answer.text += text
 
     def close(self, active: ActiveAnswer, result: dict[str, Any] | None, num_tokens: int) -> None:
         """End the answer; without a result it was stopped, or the engine is gone."""
@@ -168,3 +164,4 @@ class AnswerView:
         else:
             active.section = self._begin("markdown")
         active.section.turn_id = active.turn.request_id
+        active.turn.answer.add_part(channel, active.section.source)

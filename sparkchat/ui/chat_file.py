@@ -116,7 +116,7 @@ def part_line(turn: Turn, channel: str, text: str) -> dict[str, Any]:
 
 def answer_line(turn: Turn) -> dict[str, Any]:
     answer = turn.answer
-    result = {key: value for key, value in (answer.result or {}).items() if key not in _LEFT_OUT}
+    result = {key: value for key, value in (answer.whole_result() or {}).items() if key not in _LEFT_OUT}
     return {
         "type": "answer",
         "turn": turn.number,
@@ -228,10 +228,7 @@ class _Reader:
     def _part(self, turn: Turn, line: dict[str, Any]) -> bool:
         if turn.number not in self._has_answer:
             turn.answer.was_stopped = True  # until its answer line says otherwise
-            if line.get("channel") == "thinking":
-                turn.answer.thinking += line["text"]
-            else:
-                turn.answer.text += line["text"]
+            turn.answer.add("thinking" if line.get("channel") == "thinking" else "answer", line["text"])
         return True
 
     def _answer(self, turn: Turn, line: dict[str, Any]) -> bool:

@@ -7,6 +7,7 @@ was said is lost. ``turns`` is the line from the root to where the chat stands n
 from __future__ import annotations
 
 import uuid
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,24 +16,82 @@ from sparkchat.config import RunConfig
 from sparkchat.errors import UsageError
 from sparkchat.options import SAMPLING, parse, unknown
 from sparkchat.params import GenerateRequest, Mode, SamplingParams
+from sparkchat.ui.long_text import LongText
 
 _MAY_BE_NONE = ("max_tokens", "seed")
+_IDS = ("prompt_token_ids", "token_ids")
+"""Of a result, kept packed: as a list they would take ten times the text they stand for."""
 
 
-@dataclass
 class Answer:
-    """One answer as it was received."""
+    """One answer as it was received. Its text is kept once: the screen shows the same :class:`LongText`."""
 
-    text: str = ""
-    thinking: str = ""
-    result: dict[str, Any] | None = None
-    """The ``sparkchat.result/1`` object once the answer has ended."""
-    was_stopped: bool = False
+    def __init__(
+        self, text: str = "", thinking: str = "", result: dict[str, Any] | None = None, was_stopped: bool = False
+    ) -> None:
+        self.text = text
+        self.thinking = thinking
+        self.result = result
+        self.was_stopped = was_stopped
+
+    @property
+    def text(self) -> str:
+        return "".join(map(str, self._text))
+
+    @text.setter
+    def text(self, text: str) -> None:
+        self._text = [LongText(text)]
+
+    @property
+    def thinking(self) -> str:
+        return "".join(map(str, self._thinking))
+
+    @thinking.setter
+    def thinking(self, text: str) -> None:
+        self._thinking = [LongText(text)]
+
+    def add_part(self, channel: str, part: LongText) -> None:
+        """A further part, which may still grow."""
+        (self._thinking if channel == "thinking" else self._text).append(part)
+
+    def add(self, channel: str, text: str) -> None:
+        (self._thinking if channel == "thinking" else self._text)[-1].append(text)
+
+    @property
+    def result(self) -> dict[str, Any] | None:
+        """The ``sparkchat.result/1`` object once the answer has ended, without its text and its tokens."""
+        return self._result
+
+    @result.setter
+    def result(self, result: dict[str, Any] | None) -> None:
+        whole = result or {}
+        self._ids = {name: ids for name in _IDS if (ids := _packed(whole.get(name))) is not None}
+        self._is_own_text = whole.get("text") == self.text
+        apart = (*self._ids, "text") if self._is_own_text else tuple(self._ids)
+        self._names = tuple(whole)
+        self._result = None if result is None else {name: v for name, v in whole.items() if name not in apart}
+
+    def whole_result(self) -> dict[str, Any] | None:
+        """The result as the engine gave it."""
+        if self._result is None:
+            return None
+        apart: dict[str, Any] = {name: ids.tolist() for name, ids in self._ids.items()}
+        if self._is_own_text:
+            apart["text"] = self.text
+        return {name: apart[name] if name in apart else self._result[name] for name in self._names}
 
     @property
     def has_failed(self) -> bool:
         """Refused or broken off before a word of it came: such a turn is not part of what was said."""
         return self.result is not None and self.result.get("finish_reason") == "error" and not self.text
+
+
+def _packed(ids: Any) -> array[int] | None:
+    """Token ids as an array; None for what is no list of them."""
+    try:
+        return array("q", ids) if isinstance(ids, list) else None
+    except (TypeError, OverflowError):
+        return None
 
 
 @dataclass(eq=False)

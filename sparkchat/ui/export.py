@@ -68,7 +68,7 @@ def chat_json(conversation: Conversation) -> str:
             "prompt": turn.prompt,
             "text": turn.answer.text,
             "thinking": turn.answer.thinking,
-            "result": turn.answer.result,
+            "result": turn.answer.whole_result(),
         }
         for turn in conversation.turns
     ]

@@ -7,6 +7,8 @@ from bisect import bisect_right
 from typing import NamedTuple
 
 _KINDS = ("", "prefill", "draft", "bonus", "corrected", "plain")
+_NUM_KINDS = 8
+_MOST_STEPS = 2**32 // _NUM_KINDS - 2
 
 
 class OriginRun(NamedTuple):
@@ -22,9 +24,9 @@ class Origins:
     """Runs in the order of the text, without gaps from 0 on."""
 
     def __init__(self) -> None:
-        self._ends = array("q")
-        self._kinds = array("b")
-        self._steps = array("q")
+        self._ends = array("I")
+        self._makers = array("I")
+        """Kind and step of each run in one number; step -1 (none) as 0."""
 
     def __bool__(self) -> bool:
         return bool(self._ends)
@@ -39,13 +41,13 @@ class Origins:
         if end <= self.end:
             return
         kind = _KINDS.index(origin) if origin in _KINDS else 0
-        number = -1 if step is None else step
-        if self._ends and (self._kinds[-1], self._steps[-1]) == (kind, number):
+        number = -1 if step is None else min(step, _MOST_STEPS)
+        maker = (number + 1) * _NUM_KINDS + kind
+        if self._makers and self._makers[-1] == maker:
             self._ends[-1] = end
         else:
             self._ends.append(end)
-            self._kinds.append(kind)
-            self._steps.append(number)
+            self._makers.append(maker)
 
     def at(self, offset: int) -> OriginRun | None:
         """The run that holds the character at ``offset``; None where nothing is known."""
@@ -53,5 +55,5 @@ class Origins:
         if offset < 0 or index == len(self._ends):
             return None
         start = self._ends[index - 1] if index else 0
-        step = self._steps[index]
-        return OriginRun(start, self._ends[index], _KINDS[self._kinds[index]], None if step < 0 else step)
+        step, kind = divmod(self._makers[index], _NUM_KINDS)
+        return OriginRun(start, self._ends[index], _KINDS[kind], step - 1 if step else None)

@@ -81,7 +81,7 @@ def walked(sections: Sequence[Section], at: TokenSpan | None, by: int) -> tuple[
 
 def token_line(span: TokenSpan, record: StepRecord | None) -> str:
     """What is known of the token: its kind, its step, and the draft it stands in place of."""
-    text = repr(span.section.text[span.start : span.end])
+    text = repr(span.section.slice(span.start, span.end))
     if span.step is None:
         return f"{text} from the prompt pass, before any draft"
     where = f"step {span.step + 1}"

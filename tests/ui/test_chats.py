@@ -64,7 +64,8 @@ def test_a_chat_comes_back_as_it_was(tmp_path: Path, text: str) -> None:
     assert texts(again.turns) == [(wanted or "q", wanted)] and again.system == f"sys {HOSTILE}"
     turn = again.turns[0]
     assert turn.seed == 7 and turn.answer.result is not None
-    assert turn.answer.result["text"] == wanted and "prompt_token_ids" not in turn.answer.result
+    whole = turn.answer.whole_result()
+    assert whole["text"] == wanted and "prompt_token_ids" not in whole
     assert not turn.answer.was_stopped
 
 

@@ -8,8 +8,10 @@ import time
 import pytest
 from rich.cells import cell_len
 
-from sparkchat.ui.document import Line, Section
+from sparkchat.ui.document import Section
 from sparkchat.ui.glyphs import ASCII, UNICODE
+from sparkchat.ui.line import Line
+from sparkchat.ui.long_text import CHUNK, LongText
 from sparkchat.ui.safe_text import TerminalFilter, fit, text_width, visible
 from sparkchat.ui.wrap import wrap
 
@@ -39,7 +41,12 @@ MARKDOWN = (
 
 
 def rows(section: Section) -> list[str]:
-    return [row(line, number) for line in section.lines for number in range(len(line.row_starts))]
+    """Every row as the transcript finds it."""
+    return [row(section.line(index), number) for index, number in map(section.place, range(section.num_rows))]
+
+
+def lines(section: Section) -> list[Line]:
+    return [section.line(index) for index in range(section.num_lines)]
 
 
 def row(line: Line, number: int) -> str:
@@ -93,7 +100,7 @@ def test_no_row_is_wider_than_the_screen(width: int) -> None:
 
 
 def test_marks_are_hidden_and_styles_are_given() -> None:
-    line = section("a **b `c**` d** *e*", 80).lines[0]
+    line = section("a **b `c**` d** *e*", 80).line(0)
     assert row(line, 0) == "a b c** d e"
     assert [(piece.text, piece.style) for piece in line.formatted.pieces if piece.style] == [
         ("b ", "bold"),
@@ -142,7 +149,7 @@ def test_cost_of_an_update_does_not_grow(kind: str) -> None:
 def test_offsets_lead_back_to_the_source() -> None:
     source = "- **bold** and `code`\n\tx\x1by 👨‍👩‍👧z"
     made = section(source, 80)
-    first, second = made.lines
+    first, second = lines(made)
     assert source[first.source_offset(0, row(first, 0).index("and")) :].startswith("and")
     assert source[second.source_offset(0, row(second, 0).index("z")) :] == "z"
     assert source[second.source_offset(0, row(second, 0).index("\u241b")) :].startswith("\x1by")
@@ -191,20 +198,58 @@ def test_ascii_glyphs_are_ascii() -> None:
 
 
 @pytest.mark.parametrize("width", [12, 30, 79])
-def test_a_line_that_was_forgotten_looks_as_before(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_that_is_made_again_looks_as_before(width: int) -> None:
     text = MARKDOWN + "\n```\n" + "\n".join(HOSTILE) * 8 + "\n```\n" + HOSTILE[4] + "\n~~~x\nlast `open"
-    forgotten = section(text, width)
-    monkeypatch.setattr(Line, "forget", lambda self: None)
-    kept = section(text, width)
-    for _ in range(2):
-        assert rows(forgotten) == rows(kept)
-        assert [line.text for line in forgotten.lines] == text.split("\n")
-        assert [line.end for line in forgotten.lines] == [line.end for line in kept.lines]
-        forgotten.rewrap(width + 7)
-        kept.rewrap(width + 7)
+    growing = Section("markdown", "", width, UNICODE)
+    seen: dict[int, list[str]] = {}
+    for part in text.split("\n"):
+        growing.append(f"{part}\n")
+        index = growing.num_lines - 2
+        seen[index] = [row(growing.line(index), number) for number in range(len(growing.line(index).row_starts))]
+    columns = [line.index for line in lines(growing) if line.formatted.kind == "table"]
+    again = section(text + "\n", width)
+    for other in (width, width + 7, width):
+        again.rewrap(other)
+        assert [line.text for line in lines(again)] == [*text.split("\n"), ""]
+        assert all(text[line.start : line.end] == line.text for line in lines(again))
+        assert [row_ for line in lines(again) for row_ in map(line.row_pieces, range(len(line.row_starts)))] == [
+            again.line(index).row_pieces(number) for index, number in map(again.place, range(again.num_rows))
+        ]
+    for index, rows_then in seen.items():
+        line = again.line(index)
+        assert index in columns or [row(line, number) for number in range(len(line.row_starts))] == rows_then
+
+
+def test_a_long_answer_leaves_little_behind_but_its_text() -> None:
+    import tracemalloc
+
+    made = Section("markdown", "", 78, UNICODE)
+    part = "".join(each for each in MARKDOWN if each.isascii()).replace("never closed", "```\n| c |\n|---|\n| d |\n\n")
+    lengths = []
+    tracemalloc.start()
+    for repeat in range(90):
+        for at in range(0, len(part), 40):
+            made.append(part[at : at + 40])
+            made.mark_origin("draft", repeat)
+        lengths.append(tracemalloc.get_traced_memory()[0])
+    tracemalloc.stop()
+    grown, added = lengths[-1] - lengths[29], 60 * len(part)
+    assert grown < 2.5 * added, f"{grown} bytes for {added} characters"
+
+
+def test_a_long_text_is_the_sum_of_what_was_added() -> None:
+    chooser, whole, kept = random.Random(3), "", LongText("")
+    assert not kept and kept.last == "" and kept.slice(0, 0) == ""
+    for _ in range(300):
+        added = chooser.choice(["a", "é\n", "你" * 70, "x" * CHUNK, ""]) * chooser.randint(0, 2)
+        kept.append(added)
+        whole += added
+        low, high = sorted((chooser.randint(0, len(whole)), chooser.randint(0, len(whole))))
+        assert kept.slice(low, high) == whole[low:high]
+    assert str(kept) == whole and len(kept) == len(whole) and kept.last == whole[-1:]
 
 
 def test_both_edges_of_a_block_know_its_code() -> None:
     made = section("a\n```py\nx\n\ny\n```\n```\n```\n~~~\ncut\nend")
-    found = [made.code_at(line) for line in made.lines]
+    found = [made.code_at(line) for line in lines(made)]
     assert found == [None, "x\n\ny", None, None, None, "x\n\ny", "", "", "cut\nend", None, None]

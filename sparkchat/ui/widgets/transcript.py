@@ -17,9 +17,10 @@ from textual.selection import Selection
 from textual.strip import Strip
 from textual.widget import Widget
 
-from sparkchat.ui.document import Line, Section, Syntax
+from sparkchat.ui.document import Section, Syntax
 from sparkchat.ui.glyphs import Glyphs
 from sparkchat.ui.highlight import highlight
+from sparkchat.ui.line import Line
 from sparkchat.ui.markdown import Piece
 from sparkchat.ui.safe_text import text_width
 from sparkchat.ui.widgets.rows import finished_strips, row_strip
@@ -68,7 +69,7 @@ class Transcript(ScrollView, can_focus=False):
         self.glyphs = glyphs
         self._token: tuple[Section, int, int] | None = None
         self.sections: list[Section] = []
-        self.rows: list[Row] = []
+        self.num_rows = 0
         self.is_following = True
         self.show_origins = False
         self._first_rows: list[int] = []
@@ -76,7 +77,7 @@ class Transcript(ScrollView, can_focus=False):
         self._base: Style | None = None
         self._wrap_width = 78
         # Only what is in view: strips are heavy, and one kept for every row ever shown makes long chats slow.
-        self._drawn: LRUCache[tuple[Line, int, int, int, int], Strip] = LRUCache(128)
+        self._drawn: LRUCache[tuple[Section, int, int, int, int, int], Strip] = LRUCache(128)
 
     # Content
 
@@ -97,18 +98,23 @@ class Transcript(ScrollView, can_focus=False):
 
     def clear(self) -> None:
         self.sections.clear()
-        self.rows.clear()
         self._first_rows.clear()
+        self._drawn.clear()
         self.is_following = True
         self.update_rows()
 
     def update_rows(self, *, all_rows: bool = False) -> None:
         """Take over what has changed in the sections and redraw what is in view."""
         keep = 0 if all_rows else self._first_changed_section()
-        changed_row = self._drop_rows(keep)
-        for index in range(keep, len(self.sections)):
-            self._append_rows(index)
-        self._set_height(len(self.rows))
+        changed_row = self._first_changed_row(keep)
+        row = self._end_row(keep - 1) if keep else 0
+        del self._first_rows[keep:]
+        for section in self.sections[keep:]:
+            self._first_rows.append(row)
+            row += _height(section)
+            section.mark_shown()
+        self.num_rows = row
+        self._set_height(row)
         if self.is_following:
             self.scroll_to(y=self.max_scroll_y, animate=False, force=True, immediate=True)
             self.refresh()
@@ -128,36 +134,31 @@ class Transcript(ScrollView, can_focus=False):
             index -= 1
         return index
 
-    def _drop_rows(self, keep: int) -> int:
-        """Cut the rows back to the first changed line; returns its row."""
-        if keep == len(self.sections):
-            return len(self.rows)
-        row = self._first_rows[keep] if keep < len(self._first_rows) else len(self.rows)
-        if keep < len(self._first_rows) and not self.sections[keep].is_folded:
-            changed = self.sections[keep].first_changed
-            lines = self.sections[keep].lines
-            if 0 < changed < len(lines) and self.sections[keep].num_shown:
-                # ``first_row`` of the changed line may be new; the end of the one before it is not.
-                before = lines[min(changed, self.sections[keep].num_shown) - 1]
-                row = before.first_row + len(before.row_starts)
-        del self.rows[row:]
-        del self._first_rows[keep + 1 :]
-        return row
+    def _first_changed_row(self, keep: int) -> int:
+        if keep >= len(self._first_rows):
+            return self.num_rows
+        section = self.sections[keep]
+        if section.is_folded or not section.num_shown:
+            return self._first_rows[keep]
+        return self._text_row(keep) + section.row_of_line(min(section.first_changed, section.num_shown))
 
-    def _append_rows(self, index: int) -> None:
-        section = self.sections[index]
-        begin = 0
-        if index < len(self._first_rows) and len(self.rows) > self._first_rows[index]:
-            begin = min(section.first_changed, section.num_shown)
-        if index >= len(self._first_rows):
-            self._first_rows.append(len(self.rows))
-        if begin == 0 and section.has_gap:
-            self.rows.append(None)
-        lines = () if section.is_folded else section.lines[begin:]
-        for line in lines:
-            line.first_row = len(self.rows)
-            self.rows.extend((line, number) for number in range(len(line.row_starts)))
-        section.mark_shown()
+    def _text_row(self, number: int) -> int:
+        """The first row of a section's text."""
+        return self._first_rows[number] + self.sections[number].has_gap
+
+    def _end_row(self, number: int) -> int:
+        return self._first_rows[number] + _height(self.sections[number])
+
+    def row_at(self, y: int) -> Row:
+        """What lies in a row of the whole conversation."""
+        number = bisect_right(self._first_rows, y) - 1
+        if number < 0 or y >= self.num_rows:
+            return None
+        section, row = self.sections[number], y - self._text_row(number)
+        if row < 0 or section.is_folded:
+            return None
+        index, row = section.place(row)
+        return section.line(index), row
 
     # Scrolling
 
@@ -172,29 +173,28 @@ class Transcript(ScrollView, can_focus=False):
 
     def on_resize(self, event: events.Resize) -> None:
         width = max(self.size.width - 1, 4)
-        if width == self._wrap_width and self.rows:
+        self._drawn.grow(max(128, 2 * self.size.height))
+        if width == self._wrap_width and self.num_rows:
             if self.is_following:
                 self.follow()
             return
-        anchor = self._row_at(self.scroll_offset.y)
+        anchor = self._text_at(self.scroll_offset.y)
         following = self.is_following
-        offset = anchor[0].row_starts[anchor[1]] if anchor else 0
         self._wrap_width = width
         for section in self.sections:
             section.rewrap(width)
         self.update_rows(all_rows=True)
         if following:
             self.follow()
-        elif anchor:
-            line = anchor[0]
-            self.scroll_to(
-                y=line.first_row + bisect_right(line.row_starts, offset) - 1, animate=False, force=True, immediate=True
-            )
+        elif anchor is not None and (y := self._row_of(*anchor)) is not None:
+            self.scroll_to(y=y, animate=False, force=True, immediate=True)
 
-    def _row_at(self, y: int) -> Row:
-        for index in range(max(y, 0), min(y + 3, len(self.rows))):
-            if (row := self.rows[index]) is not None:
-                return row
+    def _text_at(self, y: int) -> tuple[Section, int] | None:
+        """(section, offset) of the first text at or shortly below a row."""
+        for index in range(max(y, 0), min(y + 3, self.num_rows)):
+            if (row := self.row_at(index)) is not None:
+                line, number = row
+                return line.section, line.source_offset(number, 0)
         return None
 
     def mark_token(self, token: tuple[Section, int, int] | None) -> None:
@@ -209,22 +209,16 @@ class Transcript(ScrollView, can_focus=False):
 
     def _row_of(self, section: Section, offset: int) -> int | None:
         """The row that shows the character at ``offset``; None when none does."""
-        index = bisect_right(section.lines, offset, key=lambda line: line.start) - 1
-        if index < 0 or section.is_folded:
+        index = section.line_of(offset)
+        if index < 0 or section.is_folded or section not in self.sections:
             return None
-        line = section.lines[index]
-        found = 0
-        for number in range(len(line.row_starts)):
-            if line.source_offset(number, 0) > offset:
-                break
-            found = number
-        return line.first_row + found
+        first = self._text_row(self.sections.index(section)) + section.row_of_line(index)
+        return first + section.line(index).row_of(offset)
 
     # Mouse
 
     def on_click(self, event: events.Click) -> None:
-        index = event.y + self.scroll_offset.y
-        row = self.rows[index] if 0 <= index < len(self.rows) else None
+        row = self.row_at(event.y + self.scroll_offset.y)
         if row is None or self.text_selection is not None:
             return
         line, number = row
@@ -261,19 +255,22 @@ class Transcript(ScrollView, can_focus=False):
 
     def render_line(self, y: int) -> Strip:
         width = self.region.width
-        index = y + self.scroll_offset.y
-        row = self.rows[index] if index < len(self.rows) else None
-        if row is None:
+        row = y + self.scroll_offset.y
+        number = bisect_right(self._first_rows, row) - 1
+        inside = row - self._text_row(number) if number >= 0 and row < self.num_rows else -1
+        if inside < 0 or self.sections[number].is_folded:
             return Strip.blank(width, self.base_style)
-        line, number = row
-        selected = self.text_selection.get_span(index) if self.text_selection is not None else None
+        section = self.sections[number]
+        index, inside = section.place(inside)
+        selected = self.text_selection.get_span(row) if self.text_selection is not None else None
         if selected is not None:
-            return self._draw(line, number, width, selected).apply_offsets(0, index)
-        key = (line, number, line.version, width, index)
+            return self._draw(section.line(index), inside, width, selected).apply_offsets(0, row)
+        key = (section, index, inside, section.version_of(index), width, row)
         strip = self._drawn.get(key)
         if strip is None:
-            strip = self._draw(line, number, width, None).apply_offsets(0, index)
-            self._drawn[key] = strip
+            line = section.line(index)
+            strip = self._draw(line, inside, width, None).apply_offsets(0, row)
+            self._drawn[(section, index, inside, line.version, width, row)] = strip
         return strip
 
     def _draw(self, line: Line, number: int, width: int, selected: tuple[int, int] | None) -> Strip:
@@ -358,26 +355,26 @@ class Transcript(ScrollView, can_focus=False):
 
     def get_selection(self, selection: Selection) -> tuple[str, str] | None:
         """The source text under the selection: marks included, no line breaks of ours, no margins."""
-        first = selection.start.y if selection.start else 0
-        last = selection.end.y if selection.end else len(self.rows) - 1
+        first = max(selection.start.y if selection.start else 0, 0)
+        last = min(selection.end.y if selection.end else self.num_rows - 1, self.num_rows - 1)
         parts: list[str] = []
-        section: Section | None = None
-        low = high = 0
-        for index in range(max(first, 0), min(last, len(self.rows) - 1) + 1):
-            if (row := self.rows[index]) is None:
-                continue
-            line, number = row
-            span = selection.get_span(index) or (0, -1)
-            begin = line.source_offset(number, span[0])
-            end = line.source_offset(number, span[1] if span[1] >= 0 else 1 << 30)
-            if line.section is not section:
-                if section is not None:
-                    parts.append(section.text[low:high])
-                section, low = line.section, begin
-            high = end
-        if section is not None:
-            parts.append(section.text[low:high])
+        for number, section in enumerate(self.sections):
+            low, high = max(first, self._text_row(number)), min(last, self._end_row(number) - 1)
+            if low <= high and not section.is_folded:
+                begin = self._selected_offset(selection, low, 0)
+                parts.append(section.slice(begin, self._selected_offset(selection, high, 1)))
         return "\n".join(parts), "\n"
+
+    def _selected_offset(self, selection: Selection, y: int, side: int) -> int:
+        """Where the selected part of a row begins (side 0) or ends (side 1) in its section's text."""
+        row = self.row_at(y)
+        assert row is not None
+        column = (selection.get_span(y) or (0, -1))[side]
+        return row[0].source_offset(row[1], column if column >= 0 else 1 << 30)
+
+
+def _height(section: Section) -> int:
+    return section.has_gap + (0 if section.is_folded else section.num_rows)
 
 
 def _by_syntax(piece: Piece) -> Iterator[tuple[str, str]]:
