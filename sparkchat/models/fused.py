@@ -60,6 +60,11 @@ class FusedStack:
         stack.rope.prepare(end)
         self._rope = torch.view_as_real(stack.rope.at(torch.arange(end, device=device))).flatten(1).contiguous()
 
+    @property
+    def rope(self) -> Tensor:
+        """[positions, D] float32, cosine and sine side by side."""
+        return self._rope
+
     def run(self, x: Tensor, rows: RowBatch, taps: Sequence[int] = ()) -> tuple[Tensor, Tensor | None]:
         """x [N, d] float32, consumed -> hidden [N, d] after the final norm in the weights' dtype, and the raw outputs
         of the layers ``taps`` [N, len(taps) * d] in the same, -1 being x."""

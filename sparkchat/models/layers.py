@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sparkchat.models.attention import SpanAttention
-from sparkchat.models.linear import Linear, make_linear
+from sparkchat.models.linear import Linear, make_lanes
 from sparkchat.models.quant import GroupedWeight, Weight
 from sparkchat.models.rows import RowAttention
 from sparkchat.models.shape import DecoderShape
@@ -48,6 +48,11 @@ class Embedding:
     def num_rows(self) -> int:
         return self._table.shape[0]
 
+    @property
+    def table(self) -> Tensor | None:
+        """[V, d]; None where it lies in codes."""
+        return None if isinstance(self._table, GroupedWeight) else self._table
+
     def __call__(self, token_ids: Tensor) -> Tensor:
         """[N] -> [N, d]"""
         if isinstance(self._table, GroupedWeight):
@@ -84,7 +89,7 @@ class DecoderLayer:
         def linear(name: str) -> Linear:
             bias = weights.get(f"{name}.bias")
             assert bias is None or isinstance(bias, Tensor)
-            return make_linear(weights[f"{name}.weight"], bias, device=device, dtype=dtype)
+            return make_lanes(weights[f"{name}.weight"], bias, device=device, dtype=dtype)
 
         def norm(name: str) -> RMSNorm:
             weight = weights[f"{name}.weight"]

@@ -31,10 +31,12 @@ from sparkchat.kernels.gemm.kernel import launch_small_gemm
 from sparkchat.kernels.launch import overlap, started_by
 from sparkchat.kernels.markov.kernel import launch_markov_block
 from sparkchat.kernels.norm.kernel import launch_add_rms_norm
-from sparkchat.kernels.rope.kernel import launch_write_qkv
+from sparkchat.kernels.planner.kernel import launch_plan_lengths
+from sparkchat.kernels.rope.kernel import launch_write_context, launch_write_qkv
 from sparkchat.params import LoadSpec
 
 STEP, STACK = "sparkchat.engine.captured.fused_step", "sparkchat.models.fused"
+BACKBONE = "sparkchat.models.dspark.backbone"
 
 
 def small_gemm(x: Any, weight: Any, out: Any, *, scales: Any = None, bias: Any = None, epilogue: str = "none") -> None:
@@ -46,9 +48,9 @@ def markov_block(*given: Any, draft_to_target: Any = None, hidden: Any = None, c
 
 
 def accept_block(
-    *given: Any, drafts: Any, draft_laws: Any, draft_index: Any, target_to_draft: Any = None, caps: Any = None
+    *given: Any, drafts: Any, draft_laws: Any, draft_index: Any, target_to_draft: Any, caps: Any, chance: Any
 ) -> None:
-    launch_accept_block(*given, drafts, draft_laws, draft_index, target_to_draft, caps)
+    launch_accept_block(*given, drafts, draft_laws, draft_index, target_to_draft, caps, chance)
 
 
 def decode_attention(*given: Any, max_rows: int, window: int | None = None) -> None:
@@ -57,6 +59,14 @@ def decode_attention(*given: Any, max_rows: int, window: int | None = None) -> N
 
 def write_qkv(*given: Any, qk_norm: Any = None, eps: float = 0.0) -> None:
     launch_write_qkv(*given, qk_norm, eps, None)
+
+
+def write_context(*given: Any, k_norm: Any, eps: float) -> None:
+    launch_write_context(*given, k_norm, eps)
+
+
+def plan_lengths(*given: Any, budget: Any) -> None:
+    launch_plan_lengths(*given, 0, 0.0, budget)
 
 
 def add_rms_norm(x: Any, delta: Any, weight: Any, eps: float, out: Any, tap: Any = None) -> None:
@@ -71,6 +81,9 @@ REPLACED = {
     f"{STACK}.decode_attention": decode_attention,
     f"{STACK}.write_qkv": write_qkv,
     f"{STACK}.add_rms_norm": add_rms_norm,
+    f"{BACKBONE}.add_rms_norm": add_rms_norm,
+    f"{BACKBONE}.write_context": write_context,
+    f"{STEP}.plan_lengths": plan_lengths,
     # Weights as they lie in memory; what is allocated is zero.
     "torch.backends.mkldnn.is_available": lambda: False,
     "torch.empty": torch.zeros,
@@ -111,12 +124,13 @@ def compile_pair(name: str, spec: dict[str, Any]) -> None:
     pair, _ = load_pair(loaded, lambda event: None)
     decoder = build_decoder(pair, loaded.concurrency, pair.block_size, EagerStages(), is_fused=True)
     step = decoder._step
+    step._enters = True
     most = loaded.concurrency
     with started_by(start), overlap():
         for count in (1, 2, most) if pair.drafter is not None else ():
             step.draft(count, Draws.FILTERED)
         for rows in {1, 2, min(most, 8), (pair.block_size + 1) * min(most, 8)}:
-            step.verify(rows, Draws.FILTERED, False)
+            step.verify(rows, Draws.FILTERED, rows > 1 and pair.drafter is not None)
     print(name, dict(found), flush=True)
 
 

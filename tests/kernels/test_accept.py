@@ -16,6 +16,7 @@ from sparkchat.kernels.accept.kernel import launch_accept_block
 from sparkchat.kernels.accept.reference import accept_block_reference
 from sparkchat.kernels.markov import MarkovBuffers, markov_block
 from sparkchat.kernels.sampling import DrawSettings
+from sparkchat.kernels.sampling.reference import ACCEPT, NEXT, uniforms_reference
 
 NAN = float("nan")
 WIDTH = 4
@@ -124,8 +125,25 @@ def test_kernel(vocab: int, has_map: bool, cap: int | None, device: torch.device
     got, want = run(s), run(s, is_kernel=False)
     for name in ("accepted_len", "full_len", "next_ids", "tokens", "damaged"):
         assert torch.equal(getattr(got, name), getattr(want, name)), name
+    assert torch.equal(got.ranks.sum(dim=1), want.ranks.sum(dim=1)) and int(want.ranks.sum()) > 0
     for name in ("p_draft", "p_target"):
         torch.testing.assert_close(getattr(got, name), getattr(want, name), atol=1e-6, rtol=1e-4, equal_nan=True)
+
+
+@pytest.mark.parametrize("is_kernel", [False, True])
+def test_simulated_chances_decide_and_the_next_token_is_drawn_from_p(is_kernel: bool, device: torch.device) -> None:
+    s = scene(300, device, 3)
+    u = uniforms_reference(on(s["settings"], torch.device("cpu")), WIDTH, ACCEPT)
+    passes = torch.tensor([[i < n for i in range(WIDTH)] for n in (2, 0, 4, 1, 1, 3, 0, 1)])
+    s["chance"] = torch.where(passes, u + 1e-9, u).to(device)
+    got = run(s, is_kernel)
+    assert got.full_len.tolist() == [2, 0, 4, 0, 1, 3, 0, 1]
+    for r, taken in enumerate(got.accepted_len.tolist()):
+        row = int(s["starts"][r]) + taken
+        law = sampling.probabilities(s["logits"][row : row + 1].cpu(), *([x] for x in SETTINGS[r]))
+        u_next = uniforms_reference(on(s["settings"], torch.device("cpu")), WIDTH + 1, NEXT)[r, taken]
+        want = law.argmax(dim=-1) if SETTINGS[r][0] < 1e-5 else sampling.draw(law, u_next[None])
+        assert int(got.next_ids[r]) == int(want)
 
 
 def test_plain_rows_and_a_request_without_rows(device: torch.device) -> None:

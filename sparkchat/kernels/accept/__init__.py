@@ -10,6 +10,9 @@ from torch import Tensor
 from sparkchat.kernels.accept.reference import accept_block_reference
 from sparkchat.kernels.sampling import VOCAB_BLOCK, DrawSettings, Laws, LawScratch
 
+BLOCKS_A_PROGRAM = 8
+"""Vocabulary blocks of one program in the passes over whole rows."""
+
 
 @dataclass(frozen=True)
 class AcceptBuffers:
@@ -34,6 +37,9 @@ class AcceptBuffers:
     scratch: LawScratch
     masses: Tensor
     """[R, 2, blocks] float32: of p, and of what is left of it less q"""
+    ranks: Tensor
+    """[R, parts] int32: together how many tokens the target finds likelier than the first draft it refused; 0 where it
+    refused none"""
 
     @classmethod
     def empty(cls, logits: Tensor, requests: int, width: int) -> AcceptBuffers:
@@ -58,6 +64,7 @@ class AcceptBuffers:
             Laws.empty(logits),
             LawScratch.empty(logits.shape[0], logits.shape[1], device),
             floats(requests, 2, blocks),
+            ints(requests, -(-blocks // BLOCKS_A_PROGRAM)),
         )
 
 
@@ -73,15 +80,18 @@ def accept_block(
     draft_index: Tensor | None = None,
     target_to_draft: Tensor | None = None,
     caps: Tensor | None = None,
+    chance: Tensor | None = None,
 ) -> None:
     """Test the drafts of every request and choose the token after the accepted ones.
 
     logits [N, V]: row starts[r] + i of request r stands behind its first i drafts; starts [R+1] int32; verify_lens [R]
     int32 drafts tested. drafts [R, g] int64, draft_laws (rows r*g + i) and draft_index [R, g] int64 are the block's;
     all None on a plain step. target_to_draft [V] int32 holds draft ids, -1 where the draft vocabulary lacks a token.
-    caps [R] int32: at most that many drafts are committed, and the next, if it passed, is the next token.
+    caps [R] int32: at most that many drafts are committed, and the next, if it passed, is the next token. chance [R, g]
+    float64: acceptance is simulated, every draft passes with its own chance, and the token after is drawn from p.
     """
-    arguments = (logits, starts, verify_lens, settings, buffers, drafts, draft_laws, draft_index, target_to_draft, caps)
+    arguments = (logits, starts, verify_lens, settings, buffers, drafts, draft_laws, draft_index, target_to_draft, caps,
+                 chance)  # fmt: skip
     if not logits.is_cuda:
         accept_block_reference(*arguments)
         return

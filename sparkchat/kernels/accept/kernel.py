@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sparkchat.kernels.accept import BLOCKS_A_PROGRAM
 from sparkchat.kernels.launch import check_flat, launch, power_of_two, wait
 from sparkchat.kernels.sampling import VOCAB_BLOCK, DrawSettings, Laws
 from sparkchat.kernels.sampling.kernel import (
@@ -25,9 +26,6 @@ from sparkchat.kernels.sampling.kernel import (
 
 if TYPE_CHECKING:
     from sparkchat.kernels.accept import AcceptBuffers
-
-_BLOCKS = 8
-"""Vocabulary blocks of one program in the passes over whole rows."""
 
 
 @triton.jit
@@ -55,13 +53,13 @@ def _find_laws(
 
 @triton.jit
 def _test_drafts(
-    logits_ptr, starts_ptr, verify_lens_ptr, caps_ptr, drafts_ptr, draft_index_ptr, draft_logits_ptr,
+    logits_ptr, starts_ptr, verify_lens_ptr, caps_ptr, drafts_ptr, draft_index_ptr, draft_logits_ptr, chance_ptr,
     temperature_ptr, seeds_ptr, rounds_ptr,
     peak_ptr, law_temperature_ptr, least_ptr, scale_ptr, last_tie_ptr,
     q_peak_ptr, q_temperature_ptr, q_least_ptr, q_scale_ptr, q_last_tie_ptr,
     accepted_ptr, full_ptr, damaged_ptr, tokens_ptr, p_draft_ptr, p_target_ptr,
     logits_stride, draft_stride, width,
-    SPAN: tl.constexpr, HAS_DRAFTS: tl.constexpr, HAS_CAPS: tl.constexpr, PDL: tl.constexpr,
+    SPAN: tl.constexpr, HAS_DRAFTS: tl.constexpr, HAS_CAPS: tl.constexpr, HAS_CHANCE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     request = tl.program_id(0).to(tl.int64)
     wait(PDL)
@@ -101,7 +99,10 @@ def _test_drafts(
         ) * tl.load(q_scale_ptr + at, mask=tested, other=0.0)  # fmt: skip
         q = tl.where(is_greedy, 1.0, q)
         u = uniform(tl.load(seeds_ptr + request), tl.load(rounds_ptr + request), place, 1)
-        passed = tested & (q > 0.0) & (u * q.to(tl.float64) < p.to(tl.float64))
+        if HAS_CHANCE:
+            passed = tested & (u < tl.load(chance_ptr + at, mask=inside, other=0.0))
+        else:
+            passed = tested & (q > 0.0) & (u * q.to(tl.float64) < p.to(tl.float64))
         # The first draft that did not pass.
         full = tl.min(tl.where(passed, SPAN, place), axis=0)
         tl.store(p_draft_ptr + at, tl.where(tested, q, nothing), mask=inside)
@@ -116,17 +117,29 @@ def _test_drafts(
 
 @triton.jit
 def _weigh_rest(
-    logits_ptr, starts_ptr, verify_lens_ptr, accepted_ptr, draft_logits_ptr, map_ptr, temperature_ptr,
-    peak_ptr, law_temperature_ptr, least_ptr, scale_ptr, last_tie_ptr,
+    logits_ptr, starts_ptr, verify_lens_ptr, accepted_ptr, full_ptr, drafts_ptr, draft_logits_ptr, map_ptr,
+    temperature_ptr, peak_ptr, law_temperature_ptr, least_ptr, scale_ptr, last_tie_ptr,
     q_peak_ptr, q_temperature_ptr, q_least_ptr, q_scale_ptr, q_last_tie_ptr,
-    masses_ptr, vocab, logits_stride, draft_stride, width, num_blocks,
-    BLOCKS: tl.constexpr, WIDTH: tl.constexpr, HAS_DRAFTS: tl.constexpr, HAS_MAP: tl.constexpr, PDL: tl.constexpr,
+    masses_ptr, ranks_ptr, vocab, logits_stride, draft_stride, width, num_blocks,
+    BLOCKS: tl.constexpr, WIDTH: tl.constexpr, HAS_DRAFTS: tl.constexpr, HAS_REST: tl.constexpr, HAS_MAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    # Masses of p and of max(p - q, 0) in every block, at the row the next token comes from.
+    # Masses of p and of max(p - q, 0) in every block, at the row the next token comes from; and how many tokens of the
+    # blocks are likelier than the refused draft.
     request = tl.program_id(0).to(tl.int64)
     wait(PDL)
     first = tl.load(starts_ptr + request).to(tl.int64)
     count = tl.load(starts_ptr + request + 1) - first
+    likelier = 0
+    if HAS_DRAFTS:
+        full = tl.load(full_ptr + request)
+        if full < tl.minimum(tl.minimum(tl.load(verify_lens_ptr + request), width), count - 1):
+            z_ptr = logits_ptr + (first + full) * logits_stride
+            refused = tl.load(z_ptr + tl.load(drafts_ptr + request * width + full)).to(tl.float32)
+            token = tl.program_id(1) * BLOCKS * WIDTH + tl.arange(0, BLOCKS * WIDTH)
+            z = tl.load(z_ptr + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
+            likelier = tl.sum((z > refused).to(tl.int32), axis=0)
+    tl.store(ranks_ptr + request * tl.num_programs(1) + tl.program_id(1), likelier)
     if (count > 0) & (tl.load(temperature_ptr + request) >= 1e-5):
         taken = tl.load(accepted_ptr + request)
         row = first + taken
@@ -138,7 +151,7 @@ def _weigh_rest(
         )  # fmt: skip
         to = masses_ptr + request * 2 * num_blocks + block
         tl.store(to, tl.sum(p, axis=1), mask=block < num_blocks)
-        if HAS_DRAFTS:  # noqa: SIM102
+        if HAS_REST:  # noqa: SIM102
             if taken < tl.load(verify_lens_ptr + request):
                 q = _draft_law(
                     draft_logits_ptr, map_ptr, token, vocab, request * width + taken, draft_stride,
@@ -183,7 +196,8 @@ def _draw_next(
     peak_ptr, law_temperature_ptr, least_ptr, scale_ptr, last_tie_ptr,
     q_peak_ptr, q_temperature_ptr, q_least_ptr, q_scale_ptr, q_last_tie_ptr,
     masses_ptr, next_ptr, tokens_ptr, vocab, logits_stride, draft_stride, width, num_blocks,
-    MAX_BLOCKS: tl.constexpr, WIDTH: tl.constexpr, HAS_DRAFTS: tl.constexpr, HAS_MAP: tl.constexpr, PDL: tl.constexpr,
+    MAX_BLOCKS: tl.constexpr, WIDTH: tl.constexpr, HAS_DRAFTS: tl.constexpr, HAS_REST: tl.constexpr,
+    HAS_MAP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     request = tl.program_id(0).to(tl.int64)
     wait(PDL)
@@ -212,7 +226,7 @@ def _draw_next(
                 logits_ptr + row * logits_stride, token, vocab, row,
                 peak_ptr, law_temperature_ptr, least_ptr, scale_ptr, last_tie_ptr,
             )  # fmt: skip
-            if HAS_DRAFTS:  # noqa: SIM102
+            if HAS_REST:  # noqa: SIM102
                 if is_rest & (taken < tl.load(verify_lens_ptr + request)):
                     q = _draft_law(
                         draft_logits_ptr, map_ptr, token, vocab, request * width + taken, draft_stride,
@@ -240,16 +254,19 @@ def launch_accept_block(
     draft_index: Tensor | None,
     target_to_draft: Tensor | None,
     caps: Tensor | None,
+    chance: Tensor | None = None,
 ) -> None:
     """See ``accept_block``."""
     num_rows, vocab = logits.shape
-    check_flat(logits, starts, verify_lens, settings.temperature, drafts, draft_index, target_to_draft, caps)
+    check_flat(logits, starts, verify_lens, settings.temperature, drafts, draft_index, target_to_draft, caps,
+               chance)  # fmt: skip
     b, s, scratch, requests = buffers, settings, buffers.scratch, starts.shape[0] - 1
     num_blocks, width = scratch.block_max.shape[1], b.p_draft.shape[1]
     padded, max_blocks = power_of_two(requests), power_of_two(num_blocks)
-    passes = -(-num_blocks // _BLOCKS)
+    passes = -(-num_blocks // BLOCKS_A_PROGRAM)
     laws = (b.laws.peak, b.laws.temperature, b.laws.least, b.laws.scale, b.laws.last_tie)
     has_drafts = drafts is not None and draft_laws is not None and draft_index is not None
+    has_rest = has_drafts and chance is None
     q = draft_laws if has_drafts and draft_laws is not None else b.laws
     q_laws = (q.peak, q.temperature, q.least, q.scale, q.last_tie)
     q_stride = q.logits.stride(0)
@@ -259,7 +276,7 @@ def launch_accept_block(
     launch(
         block_statistics, (num_rows, passes),
         logits, s.temperature, starts, scratch.block_max, scratch.block_sum, vocab, logits.stride(0), num_blocks,
-        requests, REQUESTS=padded, BLOCKS=_BLOCKS, WIDTH=VOCAB_BLOCK, num_warps=4,
+        requests, REQUESTS=padded, BLOCKS=BLOCKS_A_PROGRAM, WIDTH=VOCAB_BLOCK, num_warps=4,
     )  # fmt: skip
     launch(
         _find_laws, (num_rows,),
@@ -270,20 +287,23 @@ def launch_accept_block(
     launch(
         _test_drafts, (requests,),
         logits, starts, verify_lens, verify_lens if caps is None else caps, drafts,
-        starts if draft_index is None else draft_index, q.logits, s.temperature, s.seeds, s.rounds, *laws, *q_laws,
+        starts if draft_index is None else draft_index, q.logits, starts if chance is None else chance, s.temperature,
+        s.seeds, s.rounds, *laws, *q_laws,
         b.accepted_len, b.full_len, b.damaged, b.tokens, b.p_draft, b.p_target, logits.stride(0), q_stride, width,
-        SPAN=power_of_two(width + 1), HAS_DRAFTS=has_drafts, HAS_CAPS=caps is not None, num_warps=1,
+        SPAN=power_of_two(width + 1), HAS_DRAFTS=has_drafts, HAS_CAPS=caps is not None,
+        HAS_CHANCE=chance is not None, num_warps=1,
     )  # fmt: skip
     launch(
         _weigh_rest, (requests, passes),
-        logits, starts, verify_lens, b.accepted_len, q.logits, mapping, s.temperature, *laws, *q_laws, b.masses,
-        vocab, logits.stride(0), q_stride, width, num_blocks,
-        BLOCKS=_BLOCKS, WIDTH=VOCAB_BLOCK, HAS_DRAFTS=has_drafts, HAS_MAP=has_map, num_warps=4,
+        logits, starts, verify_lens, b.accepted_len, b.full_len, drafts, q.logits, mapping, s.temperature, *laws,
+        *q_laws, b.masses, b.ranks, vocab, logits.stride(0), q_stride, width, num_blocks,
+        BLOCKS=BLOCKS_A_PROGRAM, WIDTH=VOCAB_BLOCK, HAS_DRAFTS=has_drafts, HAS_REST=has_rest,
+        HAS_MAP=has_map, num_warps=4,
     )  # fmt: skip
     launch(
         _draw_next, (requests,),
         logits, starts, verify_lens, b.accepted_len, b.full_len, b.damaged, drafts, q.logits, mapping,
         s.temperature, s.seeds, s.rounds, *laws, *q_laws, b.masses, b.next_ids, b.tokens, vocab, logits.stride(0),
-        q_stride, width, num_blocks, MAX_BLOCKS=max_blocks, WIDTH=VOCAB_BLOCK, HAS_DRAFTS=has_drafts, HAS_MAP=has_map,
-        num_warps=8,
+        q_stride, width, num_blocks, MAX_BLOCKS=max_blocks, WIDTH=VOCAB_BLOCK, HAS_DRAFTS=has_drafts,
+        HAS_REST=has_rest, HAS_MAP=has_map, num_warps=8,
     )  # fmt: skip

@@ -29,6 +29,7 @@ def accept_block_reference(
     draft_index: Tensor | None,
     target_to_draft: Tensor | None,
     caps: Tensor | None,
+    chance: Tensor | None = None,
 ) -> None:
     """See ``accept_block``."""
     bounds, width = starts.tolist(), buffers.p_draft.shape[1]
@@ -40,6 +41,7 @@ def accept_block_reference(
     p = laws.probabilities()
     q = None if draft_laws is None else draft_laws.probabilities().view(len(bounds) - 1, width, -1)
     u_accept, u_next = (uniforms_reference(settings, width + extra, kind) for extra, kind in ((0, ACCEPT), (1, NEXT)))
+    buffers.ranks.zero_()
     for r, (first, stop) in enumerate(pairwise(bounds)):
         if stop <= first:
             _store(buffers, r, 0, 0, -1, None)
@@ -56,13 +58,14 @@ def accept_block_reference(
             p_x = float(p[first + i, token])
             q_x = 1.0 if is_greedy else float(q[r, i, int(draft_index[r, i])])
             buffers.p_draft[r, i], buffers.p_target[r, i] = q_x, p_x
-            passing = passing and q_x > 0 and float(u_accept[r, i]) * q_x < p_x
+            u = float(u_accept[r, i])
+            passing = passing and (q_x > 0 and u * q_x < p_x if chance is None else u < float(chance[r, i]))
             full += passing
         limit = lens if caps is None else min(lens, int(caps[r]))
         taken = min(full, limit)
         row = first + taken
         weights = p[row]
-        if taken < lens and not is_greedy:
+        if taken < lens and not is_greedy and chance is None:
             assert q is not None
             weights = _residual(p[row], q[r, taken], target_to_draft)
         if is_greedy:
@@ -72,6 +75,10 @@ def accept_block_reference(
         if full > taken:
             assert drafts is not None
             token = int(drafts[r, taken])
+        if full < lens:
+            assert drafts is not None
+            z = logits[first + full]
+            buffers.ranks[r, 0] = (z > z[drafts[r, full]]).sum()
         _store(buffers, r, taken, full, 0 if buffers.damaged[r] else token, drafts)
 
 

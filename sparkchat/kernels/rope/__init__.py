@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from sparkchat.kernels.rope.reference import write_qkv_reference
+from sparkchat.kernels.rope.reference import write_context_reference, write_qkv_reference
 
 
 def write_qkv(
@@ -31,3 +31,26 @@ def write_qkv(
     from sparkchat.kernels.rope.kernel import launch_write_qkv
 
     launch_write_qkv(qkv, positions, rows, rope, cache, q, qk_norm, eps, pages)
+
+
+def write_context(
+    kv: Tensor,
+    positions: Tensor,
+    rows: Tensor,
+    rope: Tensor,
+    cache: Tensor,
+    *,
+    k_norm: Tensor | None = None,
+    eps: float = 0.0,
+) -> None:
+    """Store keys and values of all L layers of a drafter at their positions.
+
+    kv [N, L*2K*D], or partial sums [S, N, ...] float32; positions [N]; rows [N] int32, -1 stores nothing; rope [P, D]
+    float32; cache [L, cache rows, 2K, slots, D]; k_norm [L, K, D] float32.
+    """
+    if not kv.is_cuda:
+        write_context_reference(kv, positions, rows, rope, cache, k_norm, eps)
+        return
+    from sparkchat.kernels.rope.kernel import launch_write_context
+
+    launch_write_context(kv, positions, rows, rope, cache, k_norm, eps)

@@ -12,12 +12,17 @@ from sparkchat.kernels.launch import launch, wait
 @triton.jit
 def _write_qkv(
     qkv_ptr, positions_ptr, rows_ptr, rope_ptr, norm_ptr, cache_ptr, pages_ptr, q_ptr,
-    qkv_stride, part_stride, page_stride, head_stride, slot_stride, pages_stride, capacity, page_size, eps,
+    qkv_stride, part_stride, layer_stride, page_stride, head_stride, slot_stride, pages_stride, capacity, page_size,
+    eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PARTS: tl.constexpr, HAS_NORM: tl.constexpr,
     PAGED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
+    layer = tl.program_id(2)
+    qkv_ptr += layer * (HEADS + 2 * KV_HEADS) * DIM
+    norm_ptr += layer * (HEADS + KV_HEADS) * DIM
+    cache_ptr += layer.to(tl.int64) * layer_stride
     pair = tl.arange(0, DIM // 2)
     is_turned = head < HEADS + KV_HEADS
     wait(PDL)
@@ -68,14 +73,40 @@ def launch_write_qkv(
 ) -> None:
     """See ``write_qkv``."""
     num_rows, heads, dim = q.shape
-    kv_heads, page_size = cache.shape[1] // 2, cache.shape[2]
+    _launch(qkv, positions, rows, rope, cache[None], q, num_rows, heads, dim, qk_norm, eps, pages)
+
+
+def launch_write_context(
+    kv: Tensor, positions: Tensor, rows: Tensor, rope: Tensor, cache: Tensor, k_norm: Tensor | None, eps: float
+) -> None:
+    """See ``write_context``."""
+    _launch(kv, positions, rows, rope, cache, kv, positions.shape[0], 0, cache.shape[4], k_norm, eps, None)
+
+
+def _launch(
+    qkv: Tensor,
+    positions: Tensor,
+    rows: Tensor,
+    rope: Tensor,
+    cache: Tensor,
+    q: Tensor,
+    num_rows: int,
+    heads: int,
+    dim: int,
+    norm: Tensor | None,
+    eps: float,
+    pages: Tensor | None,
+) -> None:
+    """cache [layers, pages, 2K, slots, D]; q is not touched with 0 heads."""
+    layers, kv_heads, page_size = cache.shape[0], cache.shape[2] // 2, cache.shape[3]
     parts = 1 if qkv.dim() == 2 else qkv.shape[0]
     launch(
-        _write_qkv, (num_rows, heads + 2 * kv_heads),
-        qkv, positions, rows, rope, rope if qk_norm is None else qk_norm, cache, rows if pages is None else pages, q,
-        qkv.stride(-2), qkv.stride(0) if parts > 1 else 0, cache.stride(0), cache.stride(1), cache.stride(2),
+        _write_qkv, (num_rows, heads + 2 * kv_heads, layers),
+        qkv, positions, rows, rope, rope if norm is None else norm, cache, rows if pages is None else pages, q,
+        qkv.stride(-2), qkv.stride(0) if parts > 1 else 0,
+        cache.stride(0), cache.stride(1), cache.stride(2), cache.stride(3),
         0 if pages is None else pages.stride(0),
         page_size if pages is None else pages.shape[1] * page_size, page_size, eps,
-        HEADS=heads, KV_HEADS=kv_heads, DIM=dim, PARTS=parts, HAS_NORM=qk_norm is not None, PAGED=pages is not None,
+        HEADS=heads, KV_HEADS=kv_heads, DIM=dim, PARTS=parts, HAS_NORM=norm is not None, PAGED=pages is not None,
         num_warps=1,
     )  # fmt: skip

@@ -35,6 +35,17 @@ def write_qkv_reference(
     cache[page, :, slot] = heads[stored][:, num_heads:].to(cache.dtype)
 
 
+def write_context_reference(
+    kv: Tensor, positions: Tensor, rows: Tensor, rope: Tensor, cache: Tensor, k_norm: Tensor | None, eps: float
+) -> None:
+    """See ``write_context``."""
+    layers, dim = cache.shape[0], cache.shape[-1]
+    nothing = torch.empty((positions.shape[0], 0, dim), device=kv.device)
+    for layer, part in enumerate(sum_of_parts(kv).chunk(layers, dim=1)):
+        norm = None if k_norm is None else k_norm[layer]
+        write_qkv_reference(part, positions, rows, rope, cache[layer], nothing, norm, eps, None)
+
+
 def locate(rows: Tensor, positions: Tensor, page_size: int, pages: Tensor | None) -> tuple[Tensor, Tensor]:
     """Page and slot in it of every position of a cache row."""
     if pages is None:

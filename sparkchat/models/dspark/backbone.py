@@ -8,13 +8,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sparkchat.kernels.norm import add_rms_norm
+from sparkchat.kernels.rope import write_context
 from sparkchat.models.attention import Span, SpanAttention, open_spans
 from sparkchat.models.base import ForwardBatch
 from sparkchat.models.dense import DecoderStack
-from sparkchat.models.fused import FusedStack
+from sparkchat.models.fused import FusedStack, product
 from sparkchat.models.kv_cache import KVCache
 from sparkchat.models.layers import Embedding, RMSNorm, rotate_
-from sparkchat.models.linear import make_linear
+from sparkchat.models.linear import PlainLinear, make_lanes
 from sparkchat.models.quant import Weight, dense, stack_rows
 from sparkchat.models.rows import RowAttention, RowBatch
 from sparkchat.models.weights import TensorSource, rotary_pairs
@@ -26,7 +28,9 @@ class ContextProjection:
     def __init__(self, source: TensorSource, stack: DecoderStack, taps: int, device: torch.device, dtype: torch.dtype):
         shape = stack.shape
         self._shape = shape
-        self._fc = make_linear(
+        self._fused_norm: Tensor | None = None
+        """[L, K, D]"""
+        self._fc = make_lanes(
             source.take("fc.weight", shape.hidden_size, taps * shape.hidden_size), None, device=device, dtype=dtype
         )
         self._norm = RMSNorm(source.take("hidden_norm.weight", shape.hidden_size), shape.rms_eps, device)
@@ -37,7 +41,7 @@ class ContextProjection:
         for name in names:
             parts.append(source.take(f"{name}k_proj.weight", shape.kv_width, shape.hidden_size)[rows])
             parts.append(source.take(f"{name}v_proj.weight", shape.kv_width, shape.hidden_size))
-        self._kv = make_linear(stack_rows(parts), None, device=device, dtype=dtype)
+        self._kv = make_lanes(stack_rows(parts), None, device=device, dtype=dtype)
         norms = torch.stack([dense(source.take(f"{name}k_norm.weight", shape.head_dim))[paired] for name in names])
         self._k_norm = RMSNorm(norms.unsqueeze(1), shape.rms_eps, device)
 
@@ -50,6 +54,29 @@ class ContextProjection:
         self._k_norm.apply_(keys)
         rotate_(keys, rotations[:, None, None])
         return kv
+
+    def fuse(self) -> None:
+        """Make ``store`` ready where its products are plain."""
+        keys = self._k_norm.weight.expand(-1, self._shape.num_kv_heads, -1).contiguous()
+        self._fused_norm = keys if all(isinstance(p, PlainLinear) for p in (self._fc, self._kv)) else None
+
+    def store(self, features: Tensor, rows: RowBatch, cache: Tensor, rope: Tensor) -> bool:
+        """Keys and values into cache [L, cache rows, 2K, slots, D] by kernels; False where they cannot."""
+        fc, kv, norm = self._fc, self._kv, self._norm
+        if self._fused_norm is None or not (isinstance(fc, PlainLinear) and isinstance(kv, PlainLinear)):
+            return False
+        context = torch.empty((features.shape[0], self._shape.hidden_size), dtype=kv.dtype, device=features.device)
+        add_rms_norm(None, product(features.to(fc.dtype), fc, "partials"), norm.weight, norm.eps, context)
+        write_context(
+            product(context, kv, "partials"),
+            rows.positions,
+            rows.cache_rows.int(),
+            rope,
+            cache,
+            k_norm=self._fused_norm,
+            eps=self._k_norm.eps,
+        )
+        return True
 
 
 class Backbone:
@@ -77,8 +104,13 @@ class Backbone:
     def run_blocks(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
         """Blocks [anchor, mask...] -> hidden [N, d] float32. The block's keys and values are not kept."""
         spans = open_spans(batch.cache_rows, batch.row_starts, cache)
-        attention = SpanAttention(cache, spans, batch.positions, self._stack.shape.group_size, is_block=True)
         x = self._embedding(batch.token_ids)
+        if self._stack.native is not None:
+            hidden, _ = self._stack.native.run(x, batch.positions, spans, cache, is_block=True)
+            for span in spans:
+                cache.mark_written(span.cache_row, span.end)
+            return hidden
+        attention = SpanAttention(cache, spans, batch.positions, self._stack.shape.group_size, is_block=True)
         hidden = self._stack.run(x, batch.positions, spans, attention, False)
         attention.discard()
         return hidden
@@ -86,12 +118,18 @@ class Backbone:
     def store_rows(self, features: Tensor, rows: RowBatch, cache: KVCache) -> None:
         """As ``extend_context``, asking the host nothing; the cache keeps no count."""
         (store,) = cache.stores
+        if self.fused is not None and self._context.store(features, rows, store.data, self.fused.rope):
+            return
         kv = self._context(features, self._stack.rope.at(rows.positions))
         store.data[:, rows.cache_rows, :, rows.positions] = kv.to(store.data.dtype)
 
-    def draft_rows(self, rows: RowBatch, cache: KVCache) -> Tensor:
-        """As ``run_blocks``, asking the host nothing."""
-        x = self._embedding(rows.token_ids)
+    @property
+    def embedding(self) -> Embedding:
+        return self._embedding
+
+    def draft_rows(self, rows: RowBatch, cache: KVCache, x: Tensor | None = None) -> Tensor:
+        """As ``run_blocks``, asking the host nothing. ``x`` [N, d] float32, consumed, stands in for the token ids."""
+        x = self._embedding(rows.token_ids) if x is None else x
         if self.fused is not None:
             return self.fused.run(x, rows)[0]
         return self._stack.run_rows(x, rows, RowAttention(cache, rows, self._stack.shape.group_size))
@@ -99,6 +137,7 @@ class Backbone:
     def fuse(self, cache: KVCache, most_rows: int, block: int) -> None:
         """Run ``draft_rows`` over this filled cache by the kernels of ``sparkchat.kernels`` from now on."""
         self.fused = FusedStack(self._stack, cache, most_rows, block, cache.context)
+        self._context.fuse()
 
     def prepare(self, end: int) -> None:
         """Positions that captured rows may have lie below ``end``."""

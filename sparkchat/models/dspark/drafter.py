@@ -22,7 +22,7 @@ from sparkchat.models.dspark.heads import ConfidenceHead, VanillaHead, load_conf
 from sparkchat.models.dummy import DummySource
 from sparkchat.models.kv_cache import KVCache
 from sparkchat.models.layers import Embedding
-from sparkchat.models.linear import Linear, make_linear
+from sparkchat.models.linear import Linear, make_lanes
 from sparkchat.models.rows import RowBatch
 from sparkchat.models.weights import FolderSource
 
@@ -139,9 +139,14 @@ class Drafter:
         self._backbone.store_rows(features, rows, cache)
 
     @torch.inference_mode()
-    def draft_rows(self, rows: RowBatch, cache: KVCache) -> Tensor:
+    def draft_rows(self, rows: RowBatch, cache: KVCache, x: Tensor | None = None) -> Tensor:
         """Run block rows -> hidden [N, d] float32; see ``Backbone.draft_rows``."""
-        return self._backbone.draft_rows(rows, cache)
+        return self._backbone.draft_rows(rows, cache, x)
+
+    @property
+    def embedding(self) -> Embedding:
+        """Of the block's tokens."""
+        return self._backbone.embedding
 
     def fuse(self, cache: KVCache, most_rows: int, block: int) -> None:
         """Run ``draft_rows`` by the kernels of ``sparkchat.kernels`` from now on."""
@@ -258,10 +263,10 @@ def _load_base_head(
     """The drafter's own output head, or the target's (the rows of the draft vocabulary)."""
     if "lm_head.weight" in source:
         weight = source.take("lm_head.weight", config.draft_vocab_size, config.hidden_size)
-        return make_linear(weight, None, device=device, dtype=dtype)
+        return make_lanes(weight, None, device=device, dtype=dtype)
     if mapping is None:
         return target.head
-    return make_linear(target.head_rows(mapping), None, device=device, dtype=dtype)
+    return make_lanes(target.head_rows(mapping), None, device=device, dtype=dtype)
 
 
 def linear_dtype(source: DraftSource, device: torch.device) -> torch.dtype:
