@@ -313,24 +313,21 @@ def launch_write_latents(
     width = 0 if low_rank is None else low_rank.shape[-1]
     launch(
         _write_latents, (num_rows, 1 if low_rank is None else 2),
-        latents, latent_norm, positions, rows, rope, cache, low, latent_norm if low_rank_norm is None else low_rank_norm,
-        cache if out is None else out, latents.stride(0), latents.stride(-2), low.stride(0), low.stride(-2),
+        latents, latent_norm, positions, rows, rope, cache, low,
+        latent_norm if low_rank_norm is None else low_rank_norm, cache if out is None else out, latents.stride(0), latents.stride(-2), low.stride(0), low.stride(-2),
         cache.stride(0), cache.stride(1), shape.first_slot, shape.ring, shape.eps,
         SIZE=size, ROPE=shape.rope_dim, PARTS=1 if latents.dim() == 2 else latents.shape[0], LOW=width,
         LOW_BLOCK=power_of_two(max(width, 1)), LOW_PARTS=1 if low.dim() == 2 else low.shape[0],
-        ROUND_BLOCK=round_block(shape, size), num_warps=4,
+        ROUND_BLOCK=round_block_of(size - shape.rope_dim) if shape.has_roundings else 0, num_warps=4,
     )  # fmt: skip
 
 
-def round_block(shape: LatentShape, size: int) -> int:
-    """Pairs of dimensions that share a scale; 0 where latents are not rounded."""
+def round_block_of(plain: int) -> int:
+    """Pairs that share a scale where so many dimensions are rounded."""
     from sparkchat.kernels.latent_attention.reference import LATENT_BLOCK
 
-    plain = size - shape.rope_dim
-    if not shape.has_roundings or plain == 0:
-        return 0
     if plain % LATENT_BLOCK == 0:
-        return LATENT_BLOCK // 2
+        return LATENT_BLOCK // 2 if plain else 0
     if plain > LATENT_BLOCK or plain != power_of_two(plain):
         raise ValueError(f"no kernel rounds {plain} dimensions in blocks of {LATENT_BLOCK}")
     return plain // 2
