@@ -16,6 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from sparkchat.engine.captured.build import StepShape, open_step
+from sparkchat.engine.captured.shared import FollowedSteps, own_stages
+from sparkchat.engine.pair import LoadedPair
 from sparkchat.engine.ranks import join_group, one_line, out_of_memory, use_device
 from sparkchat.engine.worker import Channel
 from sparkchat.errors import EngineCrash, SparkchatError
@@ -46,6 +49,7 @@ class Follower:
         )
         self._caches: dict[int, StateCache] = {}
         self._states: dict[int, Any] = {}
+        self._steps: FollowedSteps | None = None
 
     def obey(self, command: Command) -> None:
         """Carry out one command with the tensors that come with it."""
@@ -65,6 +69,27 @@ class Follower:
 
     def _change_row(self, command: Command) -> None:
         getattr(self._caches[command["cache"]], command["change"])(*command["args"])
+
+    def _count_rows(self, command: Command) -> None:
+        cache = self._caches[command["cache"]]
+        for row, end in command["written"]:
+            cache.mark_written(row, end)
+        for row, end in command["lengths"]:
+            cache.advance(row, end)
+
+    def _open_steps(self, command: Command) -> None:
+        cache, draft_cache = (None if n is None else self._caches[n] for n in command["caches"])
+        parts: Any = {"target": self._target, "cache": cache, "drafter": self._drafter, "draft_cache": draft_cache}
+        step = open_step(LoadedPair(device=self._device, **parts), StepShape(**command["shape"]))
+        self._steps = FollowedSteps(step, own_stages(self._device))
+
+    def _prepare_stage(self, command: Command) -> None:
+        assert self._steps is not None
+        self._steps.prepare(command["number"], command["stage"])
+
+    def _run_stage(self, command: Command) -> None:
+        assert self._steps is not None
+        self._steps.run(command["number"])
 
     def _forward(self, command: Command, token_ids: Tensor) -> None:
         cache = self._caches[command["cache"]]

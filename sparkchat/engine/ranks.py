@@ -31,6 +31,7 @@ from torch import Tensor
 import sparkchat
 from sparkchat.errors import EngineCrash, NotEnoughMemory, SparkchatError, UsageError, error_from_name
 from sparkchat.models.parallel import ProcessGroup
+from sparkchat.models.symmetric import open_group
 from sparkchat.strict_json import dumps, loads
 
 _PROGRAM = "from sparkchat.engine.rank_process import main; main()"
@@ -288,7 +289,7 @@ def join_group(meeting: int, rank: int, size: int, device: torch.device) -> Proc
         dist.init_process_group("gloo", **settings)
     else:
         dist.init_process_group("nccl", device_id=device, **settings)
-    return ProcessGroup()
+    return open_group(device)
 
 
 def set_loopback() -> None:

@@ -50,6 +50,34 @@ class SharedCache:
 
     def __init__(self, team: Team, inner: StateCache, number: int) -> None:
         self._team, self.inner, self.number = team, inner, number
+        self._written: dict[int, int] = {}
+        self._lengths: dict[int, int] = {}
+        """Row -> what captured steps wrote and kept, of which the other ranks have no count yet."""
+
+    @property
+    def context(self) -> int:
+        return self.inner.context
+
+    def fill(self) -> None:
+        self.inner.fill()
+        self._tell("fill")
+
+    def mark_written(self, row: int, end: int) -> None:
+        self.inner.mark_written(row, end)
+        self._written[row] = max(self._written.get(row, 0), end)
+
+    def advance(self, row: int, end: int) -> None:
+        self.inner.advance(row, end)
+        self._lengths[row] = end
+
+    def settle(self) -> None:
+        """Tell the other ranks how far captured steps came; counts are asked for by other calls alone."""
+        if not self._written and not self._lengths:
+            return
+        written, lengths = list(self._written.items()), list(self._lengths.items())
+        self._written.clear()
+        self._lengths.clear()
+        self._team.call("count_rows", cache=self.number, written=written, lengths=lengths)
 
     def allocate(self) -> int:
         row = self.inner.allocate()
@@ -80,6 +108,7 @@ class SharedCache:
         return self.inner.num_bytes
 
     def _tell(self, change: str, *args: int) -> None:
+        self.settle()
         self._team.call("change_row", cache=self.number, change=change, args=args)
 
 
@@ -203,4 +232,5 @@ def load_shared(team: Team, spec: LoadSpec, dtype: torch.dtype | None) -> tuple[
 
 
 def _spans(batch: ForwardBatch, cache: SharedCache) -> dict[str, Any]:
+    cache.settle()
     return {"cache": cache.number, "cache_rows": batch.cache_rows, "row_starts": batch.row_starts}

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from sparkchat.engine.captured.decoder import CapturedDecoder
 from sparkchat.engine.captured.fused_step import FusedStep, can_fuse
-from sparkchat.engine.captured.graphs import EagerStages, GraphStages, Stages
+from sparkchat.engine.captured.graphs import Stages
+from sparkchat.engine.captured.head_step import HeadStep, can_fuse_heads
 from sparkchat.engine.captured.laws import Draws
-from sparkchat.engine.captured.state import Block, Records, Seats, StepInputs
+from sparkchat.engine.captured.shared import SharedStages, own_part, own_stages
+from sparkchat.engine.captured.state import Block, Records, Room, Seats, StepInputs
 from sparkchat.engine.captured.step import CapturedStep
 from sparkchat.engine.captured.tiers import row_tiers
 from sparkchat.engine.pair import LoadedPair
 from sparkchat.engine.request import RequestState
+from sparkchat.models.deepseek_v4.model import DeepseekV4
+from sparkchat.models.parallel import ALONE
 
 if TYPE_CHECKING:
     from sparkchat.kernels.launch import Overlap
@@ -28,6 +34,7 @@ SPARE_ROWS = 1
 
 def reason_against(pair: LoadedPair) -> str | None:
     """Why captured steps cannot serve a pair; None when they can."""
+    pair = own_part(pair)
     if not hasattr(pair.target, "decode_rows"):
         return f"{pair.target.config.architecture} has no captured step"
     if pair.drafter is not None and not hasattr(pair.drafter, "draft_rows"):
@@ -67,42 +74,92 @@ def build_decoder(
     ``sparkchat.kernels`` on a GPU where they compute all that the pair needs, True insists, False takes torch's own.
     ``overlaps``: which captured kernels may start while the one before them ends (kernels/launch.py).
     """
-    device = pair.device
-    pair.cache.fill()
+    shape = StepShape(
+        seats=seats,
+        block=block,
+        spare_row=_spare(pair.cache),
+        spare_draft_row=0 if pair.draft_cache is None else _spare(pair.draft_cache),
+        temperatures=(pair.temperatures or (1.0,) * block)[:block],
+        chances=None if pair.simulated is None else tuple(pair.simulated.conditional[:block]),
+        is_fused=pair.device.type == "cuda" if is_fused is None else is_fused,
+        insists=is_fused is True,
+    )
+    if pair.team is not None:
+        caches: tuple[Any, Any] = (pair.cache, pair.draft_cache)
+        numbers = [None if cache is None else cache.number for cache in caches]
+        pair.team.call("open_steps", caches=numbers, shape=asdict(shape))
+    stages = stages or own_stages(pair.device, overlaps)
+    if pair.team is not None:
+        stages = SharedStages(stages, pair.team)
+    return CapturedDecoder(pair, seats, open_step(own_part(pair), shape), stages)
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """What a captured step is made for, the same on every rank."""
+
+    seats: int
+    block: int
+    spare_row: int
+    spare_draft_row: int
+    temperatures: Sequence[float]
+    chances: Sequence[float] | None
+    is_fused: bool
+    """Take the kernels of ``sparkchat.kernels`` where they compute all that the pair needs."""
+    insists: bool = False
+    """Take them in any case."""
+
+
+@torch.inference_mode()
+def open_step(pair: LoadedPair, shape: StepShape) -> CapturedStep:
+    """The stages over what one rank holds, whose caches are filled."""
+    device, seats, block = pair.device, shape.seats, shape.block
     end = pair.cache.context
     if pair.draft_cache is not None:
-        pair.draft_cache.fill()
         end = max(end, pair.draft_cache.context)
         pair.drafter.prepare(end)
     pair.target.prepare(end)
-    if is_fused is None:
-        is_fused = device.type == "cuda" and can_fuse(pair)
-    if is_fused:
-        pair.target.fuse(pair.cache, row_tiers(block, seats)[-1], block + 1)
-        if pair.drafter is not None:
-            pair.drafter.fuse(pair.draft_cache, block * seats, block)
     draft_vocab = 1 if pair.drafter is None else pair.drafter.config.draft_vocab_size
-    temperatures = pair.temperatures or (1.0,) * block
-    chances = None if pair.simulated is None else pair.simulated.conditional[:block]
 
-    def numbers(values: tuple[float, ...]) -> torch.Tensor:
+    def numbers(values: Sequence[float]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.float64, device=device)
 
-    with torch.inference_mode():
-        step = (FusedStep if is_fused else CapturedStep)(
-            pair=pair,
-            seats=Seats.empty(seats, device),
-            inputs=StepInputs(seats, block, device),
-            block=Block.empty(seats, block, draft_vocab, device),
-            records=Records(seats, block, device),
-            spare_row=pair.cache.allocate(),
-            spare_draft_row=0 if pair.draft_cache is None else pair.draft_cache.allocate(),
-            temperatures=numbers(temperatures[:block]),
-            chances=None if chances is None else numbers(chances),
-        )
-        if stages is None:
-            stages = GraphStages(device, overlaps) if device.type == "cuda" else EagerStages()
-        return CapturedDecoder(pair, seats, step, stages)
+    room = Room(seats, block, device)
+    step = _kind_of(pair, shape)(
+        pair=pair,
+        seats=Seats.empty(seats, device, room),
+        inputs=StepInputs(seats, block, device, room),
+        block=Block.empty(seats, block, draft_vocab, device, room),
+        records=Records(seats, block, device),
+        spare_row=shape.spare_row,
+        spare_draft_row=shape.spare_draft_row,
+        temperatures=numbers(shape.temperatures),
+        chances=None if shape.chances is None else numbers(shape.chances),
+    )
+    group = getattr(pair.target, "group", ALONE)
+    if group.size > 1:
+        step.agree = partial(group.follow_first, room.used)
+    return step
+
+
+def _kind_of(pair: LoadedPair, shape: StepShape) -> type[CapturedStep]:
+    """The step's class; models whose layers run by the kernels are told so."""
+    if not shape.is_fused:
+        return CapturedStep
+    if isinstance(pair.target, DeepseekV4):
+        return HeadStep if can_fuse_heads(pair) else CapturedStep
+    if not shape.insists and not can_fuse(pair):
+        return CapturedStep
+    pair.target.fuse(pair.cache, row_tiers(shape.block, shape.seats)[-1], shape.block + 1)
+    if pair.drafter is not None:
+        pair.drafter.fuse(pair.draft_cache, shape.block * shape.seats, shape.block)
+    return FusedStep
+
+
+def _spare(cache: Any) -> int:
+    """Take all of a cache's storage, and a row of it that is nobody's."""
+    cache.fill()
+    return cache.allocate()
 
 
 def warm_up(decoder: CapturedDecoder, window: int, progress: Callable[[dict[str, Any]], None]) -> None:

@@ -77,7 +77,12 @@ class GraphStages:
         torch.cuda.current_stream(self._device).wait_stream(self._side)
         torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._side), overlap(self._overlaps):
+        # Other threads may go on using the device: NCCL's watches what it has under way.
+        mode = "thread_local"
+        with (
+            torch.cuda.graph(graph, pool=self._pool, stream=self._side, capture_error_mode=mode),
+            overlap(self._overlaps),
+        ):
             stage()
         self._graphs[key] = graph
 

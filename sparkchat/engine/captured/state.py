@@ -16,6 +16,34 @@ SHARED = -1
 """A planned length that the batch settles between its requests."""
 
 
+class Room:
+    """One piece of device memory that tensors are cut from, so that all of them travel as one message."""
+
+    _STEP = 16
+    """Bytes that every tensor begins at a multiple of."""
+
+    def __init__(self, seats: int, block: int, device: torch.device) -> None:
+        """Room for the tensors of ``Seats``, ``StepInputs`` and ``Block`` that are cut from it."""
+        each_seat = 8 * len(fields(Seats)) + 8 * (4 * block + 4) + 12 * block
+        self._bytes = torch.zeros(seats * each_seat + 64 * self._STEP, dtype=torch.uint8, device=device)
+        self._used = 0
+
+    def take(self, shape: int | tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Zeros. Raises ValueError where there is no room left."""
+        shape = (shape,) if isinstance(shape, int) else shape
+        count = torch.Size(shape).numel() * dtype.itemsize
+        start = self._used
+        self._used += -(-count // self._STEP) * self._STEP
+        if self._used > self._bytes.shape[0]:
+            raise ValueError(f"there is no room for {count} bytes behind {start}")
+        return self._bytes[start : start + count].view(dtype).view(shape)
+
+    @property
+    def used(self) -> Tensor:
+        """[bytes] uint8: all that was taken."""
+        return self._bytes[: self._used]
+
+
 @dataclass(frozen=True)
 class Seats:
     """One entry per seat, changed by the step itself and by ``Seats.move``."""
@@ -44,9 +72,9 @@ class Seats:
     """[S] int64"""
 
     @classmethod
-    def empty(cls, count: int, device: torch.device) -> Seats:
+    def empty(cls, count: int, device: torch.device, room: Room | None = None) -> Seats:
         def make(dtype: torch.dtype) -> Tensor:
-            return torch.zeros(count, dtype=dtype, device=device)
+            return torch.zeros(count, dtype=dtype, device=device) if room is None else room.take(count, dtype)
 
         whole, real = torch.int64, torch.float32
         kinds = [whole] * 5 + [real, torch.int32, real, real, whole, whole]
@@ -69,11 +97,14 @@ class StepInputs:
     float64 holds every whole number that occurs and every uniform; two conversions serve all of them.
     """
 
-    def __init__(self, seats: int, block: int, device: torch.device) -> None:
+    def __init__(self, seats: int, block: int, device: torch.device, room: Room | None = None) -> None:
         self.seats, self.block = seats, block
         self.num_whole = 3 * seats + 2
         self.num_words = self.num_whole + seats * (4 * block + 1)
-        self.device_words = torch.zeros(self.num_words, dtype=torch.float64, device=device)
+        kind = torch.float64
+        self.device_words = (
+            torch.zeros(self.num_words, dtype=kind, device=device) if room is None else room.take(self.num_words, kind)
+        )
 
     def whole(self, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """int64: drafted [R], planned [R], kind [R], number of requests [1], shared budget [1]."""
@@ -108,13 +139,18 @@ class Block:
     """[S] bool: the draft logits are numbers"""
 
     @classmethod
-    def empty(cls, seats: int, block: int, draft_vocab: int, device: torch.device) -> Block:
+    def empty(cls, seats: int, block: int, draft_vocab: int, device: torch.device, room: Room | None = None) -> Block:
+        """What a verification is planned by, ids and confidences, is cut from ``room``."""
         shape = (seats, block)
+
+        def make(dtype: torch.dtype) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device) if room is None else room.take(shape, dtype)
+
         return cls(
-            ids=torch.zeros(shape, dtype=torch.int64, device=device),
+            ids=make(torch.int64),
             index=torch.zeros(shape, dtype=torch.int64, device=device),
             laws=torch.zeros((*shape, draft_vocab), dtype=torch.float32, device=device) if block else None,
-            confidence=torch.zeros(shape, dtype=torch.float32, device=device),
+            confidence=make(torch.float32),
             chance=torch.zeros(shape, dtype=torch.float64, device=device),
             is_sound=torch.ones(seats, dtype=torch.bool, device=device),
         )

@@ -7,6 +7,7 @@ stand side by side, and rows behind the last one belong to nobody.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
@@ -39,6 +40,8 @@ class CapturedStep:
     """[g] float64 of the confidences"""
     chances: Tensor | None
     """[g] float64 of a simulated profile"""
+    agree: Callable[[], None] | None = None
+    """Makes seats, inputs and block those of rank 0, where ranks share the pair; every stage begins with it."""
     width: int = field(init=False)
     draws_on_device: ClassVar[bool] = False
     """Random numbers are made where they are used, and one kind of step serves all settings."""
@@ -49,6 +52,8 @@ class CapturedStep:
     @torch.inference_mode()
     def draft(self, count: int, draws: Draws) -> None:
         """Draft a block for each of the first ``count`` seats."""
+        if self.agree is not None:
+            self.agree()
         drafter, seats, g = self.pair.drafter, self.seats, self.width
         assert drafter is not None
         rows = self._block_rows(count, drafter.config.mask_token_id)
@@ -84,6 +89,8 @@ class CapturedStep:
 
         ``shares``: some requests settle a budget between them by this step's confidences.
         """
+        if self.agree is not None:
+            self.agree()
         count = min(num_rows, self.inputs.seats)
         drafted, verify_lens, caps, starts = self._plan(count, num_rows, shares)
         rows, owner, is_real, draft_rows = self._pack(count, num_rows, starts)

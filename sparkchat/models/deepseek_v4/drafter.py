@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ from sparkchat.models.deepseek_v4.scope import Scope
 from sparkchat.models.deepseek_v4.sight import Sight
 from sparkchat.models.deepseek_v4.stack import Stack
 from sparkchat.models.deepseek_v4.vocabulary import VocabularyHead, VocabularyRows
+from sparkchat.models.dspark.drafter import BlockWeights
 from sparkchat.models.dspark.heads import ConfidenceHead, VanillaHead
 from sparkchat.models.rows import RowBatch
 
@@ -104,6 +106,7 @@ class DsparkDrafter:
         heads = last.within("markov_head")
         w1, w2 = (heads.table(f"markov_{name}.weight", scope.dtype) for name in ("w1", "w2"))
         self._markov = VanillaHead(w1, VocabularyHead(heads.multiply_by(w2, None, False), scope.group), None)
+        self._markov_part, self._group = w2, scope.group
         self._markov_rows = VocabularyRows(w2, scope.group)
         weight = last.tensor("confidence_head.proj.weight")[0]
         self._confidence = ConfidenceHead(weight, None, w1)
@@ -147,6 +150,12 @@ class DsparkDrafter:
         streams = self._stack.run(self._target.streams(batch.token_ids), batch.token_ids, sight)
         sight.discard()
         return self._streams_head(streams)
+
+    @cached_property
+    def block_weights(self) -> BlockWeights:
+        """What ``kernels.markov`` needs of the heads, W2 whole on every rank; all ranks ask for it together."""
+        w2 = self._group.join(self._markov_part.T.contiguous()).T.contiguous()
+        return BlockWeights(self._target.head, self._markov.embedding, w2, self._confidence.parameters)
 
     def prepare(self, end: int) -> None:
         """Positions of ``store_rows`` and ``draft_rows`` will lie below ``end``."""

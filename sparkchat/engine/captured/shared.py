@@ -1,0 +1,92 @@
+"""Captured steps of a pair that ranks share: all replay the same stages, in the order in which rank 0 says so.
+
+Rank 0's host alone knows requests and decides; what it decides lies on its device (``Seats``, ``StepInputs``) and goes
+from there to the other devices as the first thing of each stage (``CapturedStep.agree``), a few kilobytes. So the other
+hosts are told one number a stage, which graph to replay, on the pipe that all else is told on as well: that keeps the
+order, and a line of 30 bytes is read long before the device has come to what it is about, because a step is launched
+while the one before runs.
+
+The others draw and accept as rank 0 does, and nothing comes of it: what they made is written over when the next stage
+begins. A number that came out otherwise on another device can therefore not part the ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sparkchat.engine.captured.graphs import EagerStages, GraphStages, Stage, Stages
+from sparkchat.engine.captured.laws import Draws
+from sparkchat.engine.captured.step import CapturedStep
+from sparkchat.engine.pair import LoadedPair
+
+if TYPE_CHECKING:
+    from sparkchat.engine.ranks import Team
+
+Command = dict[str, Any]
+
+
+def own_part(pair: LoadedPair) -> LoadedPair:
+    """The pair with what this rank itself holds of it; calls of that are told to nobody."""
+    if pair.team is None:
+        return pair
+    parts: Any = pair
+    return replace(
+        pair,
+        target=parts.target.inner,
+        cache=parts.cache.inner,
+        drafter=None if pair.drafter is None else parts.drafter.inner,
+        draft_cache=None if pair.draft_cache is None else parts.draft_cache.inner,
+    )
+
+
+def own_stages(device: torch.device, overlaps: Any = False) -> Stages:
+    """Captured on a GPU, run as they are elsewhere."""
+    return GraphStages(device, overlaps) if device.type == "cuda" else EagerStages()
+
+
+class SharedStages:
+    """Stages of rank 0, each told to the other ranks and then run here."""
+
+    def __init__(self, inner: Stages, team: Team) -> None:
+        self._inner, self._team = inner, team
+        self.name = inner.name
+        self._numbers: dict[Hashable, int] = {}
+
+    def is_ready(self, key: Hashable) -> bool:
+        return key in self._numbers and self._inner.is_ready(key)
+
+    def prepare(self, key: Hashable, stage: Stage) -> None:
+        number = self._numbers.setdefault(key, len(self._numbers))
+        assert isinstance(key, tuple)
+        plain = [part.value if isinstance(part, Draws) else part for part in key]
+        self._team.call("prepare_stage", number=number, stage=plain)
+        with self._team.partners():
+            self._inner.prepare(key, stage)
+
+    def run(self, key: Hashable, stage: Stage) -> None:
+        self._team.call("run_stage", number=self._numbers[key])
+        with self._team.partners():
+            self._inner.run(key, stage)
+
+
+class FollowedSteps:
+    """The same steps on another rank, as rank 0 says; see the module."""
+
+    def __init__(self, step: CapturedStep, stages: Stages) -> None:
+        self._step, self._stages = step, stages
+        self._known: dict[int, tuple[Hashable, Stage]] = {}
+
+    def prepare(self, number: int, stage: Sequence[Any]) -> None:
+        """``stage``: its key as ``SharedStages`` tells it."""
+        kind, count, draws, *rest = stage
+        run = {"draft": self._step.draft, "verify": self._step.verify}[kind]
+        self._known[number] = (number, partial(run, count, Draws(draws), *rest))
+        self._stages.prepare(*self._known[number])
+
+    def run(self, number: int) -> None:
+        self._stages.run(*self._known[number])
