@@ -14,8 +14,12 @@ import torch
 import triton
 
 from kernels.ahead import CPU, HALF, Driver, compile_only
+from sparkchat.kernels.compressor import Pool, PoolShape
+from sparkchat.kernels.compressor.kernel import launch_compress_rows
 from sparkchat.kernels.hyper import PartList, StreamWeights, hyper_workspace
 from sparkchat.kernels.hyper.kernel import launch_connect_streams
+from sparkchat.kernels.indexer import IndexShape, index_scores_of
+from sparkchat.kernels.indexer.kernel import launch_choose_entries
 from sparkchat.kernels.latent_attention import LatentShape, latent_workspace
 from sparkchat.kernels.latent_attention.kernel import (
     HALF_TILE,
@@ -78,7 +82,45 @@ def attention() -> None:
     launch_write_latents(latents, norm, positions, rows, rope, cache, shape, None, None, None)
 
 
-ALL: dict[str, Callable[[], None]] = {f.__name__: f for f in (hyper, attention)}
+def compressor() -> None:
+    positions, rows = torch.zeros(6, dtype=torch.int64), torch.zeros(6, dtype=torch.int32)
+    starts, rope = torch.tensor([0, 6], dtype=torch.int32), torch.zeros(1024, ROPE)
+
+    def pool(width: int, halves: int, ratio: int, *, is_index: bool = False, rounds: bool = False) -> Pool:
+        product = torch.zeros(2, 6, 2 * halves * width)
+        kv, scores = product.chunk(2, dim=-1)
+        rotation = torch.zeros(width, width) if is_index and rounds else None
+        raw, entries = torch.zeros(1, 256, 2 * halves * width), torch.zeros(1, 2048, width, dtype=HALF)
+        bias, norm = torch.zeros(ratio, halves * width), torch.ones(width)
+        return Pool(kv, scores, bias, norm, raw, entries, 272 * (not is_index), is_index, rotation, rounds)
+
+    for rounds in (False, True):
+        pools = [pool(LATENT, 2, 4, rounds=rounds), pool(128, 2, 4, is_index=True, rounds=rounds)]
+        shape = PoolShape(4, True, ROPE, 1e-6)
+        launch_compress_rows(pools, positions, rows, starts, positions, rope, shape)
+        pools, shape = [pool(LATENT, 1, 128, rounds=rounds)], PoolShape(128, False, ROPE, 1e-6)
+        launch_compress_rows(pools, positions, rows, starts, positions, rope, shape)
+
+
+def indexer() -> None:
+    positions, rows = torch.zeros(6, dtype=torch.int64), torch.zeros(6, dtype=torch.int32)
+    starts, rope, shape = (
+        torch.tensor([0, 6], dtype=torch.int32),
+        torch.zeros(1024, ROPE),
+        IndexShape(64, 128, ROPE, 4, 512),
+    )
+    keys, weights = torch.zeros(1, 16384, 128, dtype=HALF), torch.zeros(6, 64)
+    for context, q in ((65536, torch.zeros(6, 8192, dtype=HALF)), (16384, torch.zeros(2, 6, 8192)),
+                       (262144, torch.zeros(6, 8192))):  # fmt: skip
+        scores = index_scores_of(6, context, shape, CPU)
+        rotation = torch.zeros(128, 128) if context == 16384 else None
+        launch_choose_entries(
+            q, weights, keys, positions, rows, starts, rope, scores, torch.zeros(6, 512, dtype=torch.int32), shape,
+            context, 6, rotation,
+        )  # fmt: skip
+
+
+ALL: dict[str, Callable[[], None]] = {f.__name__: f for f in (hyper, attention, compressor, indexer)}
 
 
 def main(names: list[str]) -> None:

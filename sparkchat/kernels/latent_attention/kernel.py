@@ -314,7 +314,8 @@ def launch_write_latents(
     launch(
         _write_latents, (num_rows, 1 if low_rank is None else 2),
         latents, latent_norm, positions, rows, rope, cache, low,
-        latent_norm if low_rank_norm is None else low_rank_norm, cache if out is None else out, latents.stride(0), latents.stride(-2), low.stride(0), low.stride(-2),
+        latent_norm if low_rank_norm is None else low_rank_norm, cache if out is None else out,
+        latents.stride(0), latents.stride(-2), low.stride(0), low.stride(-2),
         cache.stride(0), cache.stride(1), shape.first_slot, shape.ring, shape.eps,
         SIZE=size, ROPE=shape.rope_dim, PARTS=1 if latents.dim() == 2 else latents.shape[0], LOW=width,
         LOW_BLOCK=power_of_two(max(width, 1)), LOW_PARTS=1 if low.dim() == 2 else low.shape[0],

@@ -1,0 +1,234 @@
+"""Scores of entries and the choice among them: a launch each.
+
+Scores: a program takes some entries and all rows of one request, so that keys are read once for them. Choice: a program
+takes a row, finds the k-th highest score bit by bit, two bits at a time, and writes the entries above it and the
+earliest of those that equal it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sparkchat.kernels.launch import check_flat, launch, power_of_two, wait
+from sparkchat.kernels.small_floats import round_e2m1
+
+if TYPE_CHECKING:
+    from sparkchat.kernels.indexer import IndexShape
+
+_MOST_HELD = 16384
+"""Scores that one program keeps in registers: those of 65,536 positions. Beyond that they are read again and again."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How the products are cut."""
+
+    entries: int
+    warps: int
+    stages: int
+
+
+HALF_TILE, EXACT_TILE = Tile(128, 4, 2), Tile(64, 4, 1)
+
+
+@triton.jit
+def _index_queries(
+    q_ptr, rope_ptr, rotation_ptr, row, position, part_stride, row_stride,
+    HEADS: tl.constexpr, TILE: tl.constexpr, SIZE: tl.constexpr, ROPE: tl.constexpr, PARTS: tl.constexpr,
+    ROTATES: tl.constexpr, INDEX_BLOCK: tl.constexpr,
+):  # fmt: skip
+    # A row's queries [TILE, SIZE] float32, turned and rounded.
+    head = tl.arange(0, TILE)
+    dim = tl.arange(0, SIZE)
+    inside = (head < HEADS)[:, None]
+    angle = dim - (SIZE - ROPE)
+    is_turned = (angle >= 0)[None, :]
+    base = q_ptr + row * row_stride + head[:, None] * SIZE
+    q = tl.load(base + dim[None, :], mask=inside, other=0.0).to(tl.float32)
+    # Of a pair's other dimension.
+    other = tl.load(base + (dim ^ 1)[None, :], mask=inside & is_turned, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        q += tl.load(base + part * part_stride + dim[None, :], mask=inside, other=0.0)
+        other += tl.load(base + part * part_stride + (dim ^ 1)[None, :], mask=inside & is_turned, other=0.0)
+    at = rope_ptr + position * ROPE + (angle // 2) * 2
+    cos = tl.load(at, mask=angle >= 0, other=1.0)
+    sin = tl.load(at + 1, mask=angle >= 0, other=0.0)
+    sin = tl.where(angle % 2 == 0, -sin, sin)
+    q = q * cos[None, :] + other * sin[None, :]
+    if ROTATES:
+        rotation = tl.load(rotation_ptr + dim[:, None] * SIZE + dim[None, :])
+        blocks = tl.reshape(tl.dot(q, rotation, input_precision="ieee"), (TILE, SIZE // INDEX_BLOCK, INDEX_BLOCK))
+        q = tl.reshape(round_e2m1(blocks, tl.max(tl.abs(blocks), axis=2)[:, :, None]), (TILE, SIZE))
+    return q
+
+
+@triton.jit
+def _score_entries(
+    q_ptr, weights_ptr, keys_ptr, positions_ptr, rows_ptr, starts_ptr, rope_ptr, rotation_ptr, scores_ptr,
+    part_stride, row_stride, weights_stride, keys_stride, slot_stride, scores_stride,
+    HEADS: tl.constexpr, TILE: tl.constexpr, SIZE: tl.constexpr, ROPE: tl.constexpr, PARTS: tl.constexpr,
+    RATIO: tl.constexpr, TOPK: tl.constexpr, BLOCK: tl.constexpr, ROTATES: tl.constexpr, INDEX_BLOCK: tl.constexpr,
+    EXACT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    request = tl.program_id(0)
+    first_entry = tl.program_id(1) * BLOCK
+    wait(PDL)
+    first = tl.load(starts_ptr + request)
+    stop = tl.load(starts_ptr + request + 1)
+    if first < stop:
+        # Rows of a request are neighbouring tokens: the last sees most.
+        seen = (tl.load(positions_ptr + stop - 1).to(tl.int32) + 1) // RATIO
+        if (seen > TOPK) & (first_entry < seen):
+            entry = first_entry + tl.arange(0, BLOCK)
+            dim = tl.arange(0, SIZE)
+            head = tl.arange(0, TILE)
+            base = keys_ptr + tl.load(rows_ptr + first).to(tl.int64) * keys_stride
+            at = base + entry.to(tl.int64)[:, None] * slot_stride + dim[None, :]
+            keys = tl.load(at, mask=(entry < seen)[:, None], other=0.0)
+            for row in range(first, stop):
+                position = tl.load(positions_ptr + row).to(tl.int32)
+                q = _index_queries(
+                    q_ptr, rope_ptr, rotation_ptr, row, position, part_stride, row_stride, HEADS, TILE, SIZE, ROPE,
+                    PARTS, ROTATES, INDEX_BLOCK,
+                )  # fmt: skip
+                q = q.to(keys.dtype)
+                if EXACT:
+                    products = tl.dot(q, tl.trans(keys), input_precision="ieee")
+                else:
+                    products = tl.dot(q, tl.trans(keys))
+                weight = tl.load(weights_ptr + row * weights_stride + head, mask=head < HEADS, other=0.0)
+                score = tl.sum(tl.maximum(products, 0.0) * weight.to(tl.float32)[:, None], axis=0)
+                # What a row does not see is never looked at.
+                tl.store(scores_ptr + row * scores_stride + entry, score, mask=entry < (position + 1) // RATIO)
+
+
+@triton.jit
+def _ordered(scores_ptr, entry, seen):
+    # Scores as whole numbers in the same order; 0 for what is not seen, which no score becomes but the NaN last in it.
+    score = tl.load(scores_ptr + entry, mask=entry < seen, other=0.0)
+    bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)
+    ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) + 0x80000000
+    return tl.where(entry < seen, ordered, -1)
+
+
+@triton.jit
+def _count_above(ordered, candidate, step):
+    # How many reach the candidate and one, two, three steps more: three counts of 20 bits in one number.
+    one = (ordered >= candidate + step).to(tl.int64)
+    two = (ordered >= candidate + 2 * step).to(tl.int64)
+    three = (ordered >= candidate + 3 * step).to(tl.int64)
+    return tl.sum(one + (two << 20) + (three << 40), axis=0)
+
+
+@triton.jit
+def _write_chosen(chosen_ptr, ordered, entry, least, room, above_before, level_before, TOPK: tl.constexpr):
+    # Write those above the least chosen score, and those that equal it while there is room; returns the counts so far.
+    is_above = (ordered > least).to(tl.int64)
+    is_level = (ordered == least).to(tl.int64)
+    counts = tl.cumsum(is_above + (is_level << 32), axis=0)
+    above = above_before + (counts & 0xFFFFFFFF)
+    level = level_before + (counts >> 32)
+    is_chosen = (is_above > 0) | ((is_level > 0) & (level <= room))
+    place = above + tl.minimum(level, room) - 1
+    tl.store(chosen_ptr + place, entry, mask=is_chosen & (place < TOPK))
+    return above_before + tl.sum(is_above, axis=0), level_before + tl.sum(is_level, axis=0)
+
+
+@triton.jit
+def _choose_entries(
+    scores_ptr, positions_ptr, starts_ptr, chosen_ptr, num_requests, scores_stride, chosen_stride,
+    RATIO: tl.constexpr, TOPK: tl.constexpr, BLOCK: tl.constexpr, IS_HELD: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    wait(PDL)
+    seen = (tl.load(positions_ptr + row).to(tl.int32) + 1) // RATIO
+    if (row < tl.load(starts_ptr + num_requests)) & (seen > TOPK):
+        scores_ptr += row * scores_stride
+        chosen_ptr += row * chosen_stride
+        held = _ordered(scores_ptr, tl.arange(0, BLOCK), seen)
+        # The highest number that TOPK scores reach, from its highest bits down.
+        least = tl.zeros((), tl.int64)
+        above = tl.zeros((), tl.int64)
+        for pair in range(16):
+            step = tl.full((), 1 << 30, tl.int64) >> (2 * pair)
+            counts = _count_above(held, least, step)
+            if not IS_HELD:
+                for start in range(BLOCK, seen, BLOCK):
+                    counts += _count_above(_ordered(scores_ptr, start + tl.arange(0, BLOCK), seen), least, step)
+            one, two, three = counts & 0xFFFFF, (counts >> 20) & 0xFFFFF, counts >> 40
+            steps = (one >= TOPK).to(tl.int64) + (two >= TOPK).to(tl.int64) + (three >= TOPK).to(tl.int64)
+            # Those that reach the next candidate are above whatever is found.
+            above = tl.where(steps == 0, one, tl.where(steps == 1, two, tl.where(steps == 2, three, above)))
+            least += steps * step
+        room = TOPK - above
+        before, level = _write_chosen(
+            chosen_ptr, held, tl.arange(0, BLOCK), least, room, least * 0, least * 0, TOPK
+        )  # fmt: skip
+        if not IS_HELD:
+            for start in range(BLOCK, seen, BLOCK):
+                entry = start + tl.arange(0, BLOCK)
+                before, level = _write_chosen(
+                    chosen_ptr, _ordered(scores_ptr, entry, seen), entry, least, room, before, level, TOPK
+                )  # fmt: skip
+
+
+def launch_choose_entries(
+    q: Tensor,
+    weights: Tensor,
+    keys: Tensor,
+    positions: Tensor,
+    rows: Tensor,
+    starts: Tensor,
+    rope: Tensor,
+    scores: Tensor,
+    chosen: Tensor,
+    shape: IndexShape,
+    context: int,
+    most_per_request: int,
+    rotation: Tensor | None,
+    tile: Tile | None = None,
+    most_held: int = _MOST_HELD,
+) -> None:
+    """See ``choose_entries``. ``tile`` and ``most_held`` stand in for the tuned ones, for measuring."""
+    _check(q, weights, keys, scores, chosen, shape, context)
+    check_flat(positions, rows, starts, rope, rotation)
+    is_exact = keys.dtype == torch.float32
+    tile = tile or (EXACT_TILE if is_exact else HALF_TILE)
+    entries = context // shape.ratio
+    requests = starts.shape[0] - 1
+    from sparkchat.kernels.compressor.reference import INDEX_BLOCK
+
+    launch(
+        _score_entries, (requests, -(-entries // tile.entries)),
+        q, weights, keys, positions, rows, starts, rope, rope if rotation is None else rotation, scores,
+        q.stride(0) if q.dim() == 3 else 0, q.stride(-2), weights.stride(0), keys.stride(0), keys.stride(1),
+        scores.stride(0),
+        HEADS=shape.heads, TILE=max(16, power_of_two(shape.heads)), SIZE=shape.size, ROPE=shape.rope_dim,
+        PARTS=1 if q.dim() == 2 else q.shape[0], RATIO=shape.ratio, TOPK=shape.topk, BLOCK=tile.entries,
+        ROTATES=rotation is not None, INDEX_BLOCK=min(INDEX_BLOCK, shape.size), EXACT=is_exact,
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    block = min(most_held, power_of_two(entries))
+    launch(
+        _choose_entries, (positions.shape[0],),
+        scores, positions, starts, chosen, requests, scores.stride(0), chosen.stride(0),
+        RATIO=shape.ratio, TOPK=shape.topk, BLOCK=block, IS_HELD=block >= entries,
+        num_warps=max(1, min(16, block // 256)),
+    )  # fmt: skip
+
+
+def _check(
+    q: Tensor, weights: Tensor, keys: Tensor, scores: Tensor, chosen: Tensor, shape: IndexShape, context: int
+) -> None:
+    if shape.size < 16 or shape.size != power_of_two(shape.size) or shape.heads > 128:
+        raise ValueError(f"no kernel for {shape.heads} index heads of {shape.size}")
+    if scores.shape[1] < context // shape.ratio or chosen.shape[1] < shape.topk:
+        raise ValueError(f"{context // shape.ratio} entries do not fit scores {tuple(scores.shape)}")
+    if any(t.stride(-1) != 1 for t in (q, weights, keys, scores, chosen)):
+        raise ValueError("the last dimension of what an indexer reads must be contiguous")
