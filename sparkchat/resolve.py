@@ -254,17 +254,26 @@ def _template_text(path: Path) -> str:
     return "\n".join(texts)
 
 
-def _temperatures(profile: Profile | None) -> dict[str, Any]:
-    """What the user's profile says wins over what was fitted here; what the shipped one says does not."""
-    setting = None if profile is None else profile.settings.get("speculation.temperatures")
-    found: dict[str, Any] = {}
-    if setting is not None:
-        found["shipped_temperatures" if _is_shipped(setting) else "temperatures"] = setting.value
+def corrections_of(options: Resolution) -> dict[str, Any]:
+    """What the user's profile says of confidences wins over what was fitted here; what the shipped one says does not,
+    and holds for the shipped drafter alone."""
+    profile, found = options.profile, dict[str, Any]()
+    is_own = options["drafter"] is not None or (profile is not None and _names_drafter(profile))
     for key, setting in ({} if profile is None else profile.settings).items():
-        if key.startswith(CALIBRATION):
-            field = "shipped_calibration" if _is_shipped(setting) else "calibration"
-            found.setdefault(field, {})[key.removeprefix(CALIBRATION)] = setting.value
+        if _is_shipped(setting) and is_own:
+            continue
+        before = "shipped_" if _is_shipped(setting) else ""
+        if key == "speculation.temperatures":
+            found[f"{before}temperatures"] = setting.value
+        elif key.startswith(CALIBRATION):
+            found.setdefault(f"{before}calibration", {})[key.removeprefix(CALIBRATION)] = setting.value
     return found
+
+
+def _names_drafter(profile: Profile) -> bool:
+    """A file of the user's says where the drafter is."""
+    places = [profile.settings.get(f"drafter.{word}") for word in ("path", "packaged", "sources")]
+    return any(place is not None and not _is_shipped(place) for place in places)
 
 
 def _is_shipped(setting: Setting) -> bool:
@@ -292,7 +301,7 @@ def build_config(
         graphs=options["graphs"],
         refine=options["refine"],
         cost_table=cost_table(options),
-        **_temperatures(profile),
+        **corrections_of(options),
         chat_template=None if profile is None else profile.get("model.chat_template"),
         cache_dir=str(paths.cache),
         revision=found.revision,

@@ -20,7 +20,7 @@ from sparkchat.cli.progress import fetch_progress
 from sparkchat.errors import DamagedFile, ModelNotFound, NotEnoughDisk, SparkchatError, UsageError
 from sparkchat.fit import describe_needs, needs_of, this_machine
 from sparkchat.locate import is_offline, refetch
-from sparkchat.params import CostTable
+from sparkchat.params import Correction, CostTable
 from sparkchat.paths import Paths, user_paths
 from sparkchat.profile import HubSource, Profile, Setting, Source, WheelSource
 from sparkchat.resolve import resolve_options
@@ -103,12 +103,14 @@ def show(
 
 
 _KEY_WIDTH = 26
+_AS_OPTIONS = ("drafter.block_size", "speculation.refine")
+"""Keys of a profile that are shown as the options they set."""
 
 
 def _resolved(model: ModelRef, settings: dict[str, Setting]) -> dict[str, Setting]:
     """The options of a run by their own names, and the rest of the profile by its keys."""
     options = resolve_options(model.profile, {}, os.environ).settings
-    rest = {key: s for key, s in settings.items() if not key.startswith("run.") and key != "drafter.block_size"}
+    rest = {key: s for key, s in settings.items() if not key.startswith("run.") and key not in _AS_OPTIONS}
     return {**options, **rest}
 
 
@@ -149,6 +151,8 @@ def _plain(value: Any) -> Any:
     """A setting as JSON."""
     if isinstance(value, CostTable):
         return {"rows": list(value.rows), "step_ms": list(value.step_ms), "plain_ms": value.plain_ms}
+    if isinstance(value, Correction):
+        return {"temperatures": list(value.temperatures), "shifts": list(value.shifts)}
     if isinstance(value, (HubSource, WheelSource)):
         kind = "hub" if isinstance(value, HubSource) else "wheel"
         return {"kind": kind} | asdict(value) | ({"pinned": value.is_pinned} if isinstance(value, HubSource) else {})

@@ -56,7 +56,7 @@ def test_rows_are_padded_to_one_width() -> None:
     blocks = blocks_of([step(), step(draft_ids=[5], confidence_logit=[0.5], correct_drafts=1, verify_len=1)], chat=0)
     assert blocks.to_json()["logits"] == [[2.0, 1.0, -1.0], [0.5, 0.0, 0.0]]
     assert json.dumps(blocks.to_json(), allow_nan=False)
-    assert Blocks().to_json() == {"logits": [], "accepted": [], "judged": [], "chat": []}
+    assert Blocks().to_json() == {"logits": [], "accepted": [], "judged": [], "chat": [], "kind": []}
 
 
 def write_trace(path: Path, seed: int) -> list[dict[str, Any]]:
@@ -78,6 +78,25 @@ def test_traces_are_read_as_their_events_and_keep_answers_apart(tmp_path: Path) 
     assert len(blocks) > 20
     assert (blocks.logits, blocks.accepted, blocks.judged) == (direct.logits, direct.accepted, direct.judged)
     assert len(set(blocks.chat)) == 4
+
+
+def test_blocks_know_how_their_answer_was_sampled_at_that_step(tmp_path: Path) -> None:
+    file = tmp_path / "t.spark.jsonl"
+    write_trace(file, 3)
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    turns = {line["turn"]: line for line in lines if line["type"] == "turn"}
+    assert len(turns) == 2
+    turns[0]["sampling"] = {"temperature": 0.7, "top_p": 1.0}
+    turns[1]["sampling"] = {"temperature": 0.0}
+    steps = [n for n, line in enumerate(lines) if line["type"] == "step" and line["turn"] == 1]
+    changed = {"temperature": {"from": 0.0, "to": 1.0}, "top_p": {"from": 1.0, "to": 0.9}}
+    lines.insert(
+        steps[len(steps) // 2],
+        {"schema": lines[0]["schema"], "type": "setting_change", "turn": 1, "id": "b", "changes": changed},
+    )
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    kinds = dict.fromkeys(zip((blocks := read_blocks([file])).chat, blocks.kind, strict=True))
+    assert set(kinds) == {(0, "warm"), (1, "greedy"), (1, "hot-filtered")}
 
 
 def test_what_training_leaves_behind_is_read(tmp_path: Path) -> None:

@@ -10,9 +10,10 @@ import pytest
 from cli.conftest import Cli
 from sparkchat.catalog import find_drafter, find_model, load_profile, profile_files
 from sparkchat.errors import SparkchatError, UsageError
-from sparkchat.params import CostTable
+from sparkchat.params import Correction, CostTable
 from sparkchat.paths import user_paths
 from sparkchat.profile import HubSource, WheelSource, read_profile
+from sparkchat.resolve import corrections_of, resolve_options
 
 Write = Callable[[str, str], Path]
 
@@ -64,6 +65,14 @@ def test_the_embedded_model_prefers_the_small_file_and_sends_no_system_text() ->
         ("[drafter]\nblock_size = 0", ("'block_size'", "1 or more")),
         ("[speculation]\ntemperatures = [1.0, 0.0]", ("'temperatures'", "above 0")),
         ("[speculation]\ntemperatures = []", ("'temperatures'", "one per draft position")),
+        ("[speculation]\nrefine = 1", ("'refine'", "true or false")),
+        ("[speculation]\ncalibration = 3", ("[speculation.calibration.warm]",)),
+        ("[speculation.calibration.worm]\ntemperatures = [1.0]\nshifts = [0.0]", ("'worm'", "did you mean 'warm'")),
+        ("[speculation.calibration.warm]\ntemperatures = [1.0]", ("warm", "temperatures and shifts")),
+        ("[speculation.calibration.warm]\ntemperatures = [1.0]\nshifts = []", ("1 temperatures and 0 shifts",)),
+        ("[speculation.calibration.warm]\ntemperatures = [0.0]\nshifts = [0.1]", ("above 0",)),
+        ("[speculation.calibration.warm]\ntemperatures = [1.0]\nshifts = [nan]", ("finite",)),
+        ("[speculation.calibration.warm]\ntemperatures = [1.0]\nshifts = [0.1]\nscale = [1]", ("'scale'",)),
         ("[speculation]\ncost_table = 3", ("[speculation.cost_table.cpu]",)),
         ("[speculation.cost_table]\ncpu = [1]", ("cpu", "rows and step_ms")),
         ("[speculation.cost_table.cpu]\nrows = [1, 2]\nstep_ms = [1.0]", ("2 rows and 1 step_ms",)),
@@ -157,6 +166,33 @@ def test_resolved_names_the_source_of_every_value(
     assert found["logit_bias"] == ([[5, 1.5], [7, -2.0]], "environment SPARKCHAT_LOGIT_BIAS")
     assert found["min_p"] == (0.0, "default")
     assert all(source for _, source in found.values())
+
+
+def test_refinement_is_off_and_a_profile_turns_it_on(main: Cli, write_profile: Write) -> None:
+    assert settings(main, "smollm2-135m")["refine"] == (False, "default")
+    text = "[speculation]\nrefine = true\n[speculation.calibration.hot]\ntemperatures = [2.0]\nshifts = [-0.5]\n"
+    file = write_profile("smollm2-135m", text)
+    found = settings(main, "smollm2-135m")
+    assert found["refine"] == (True, f"profile {file}")
+    own = {"temperatures": [2.0], "shifts": [-0.5]}
+    assert found["speculation.calibration.hot"] == (own, f"profile {file}")
+    assert found["speculation.calibration.warm"][1] == "shipped profile smollm2-135m"
+    # Refused where there is nothing to plan.
+    assert "--refine is for plans" in main("run", "smollm2-135m", "--refine", "--mode", "static", "hi").error
+    assert "needs a drafter" in main("run", "smollm2-135m", "--refine", "--drafter", "none", "hi").error
+
+
+def test_a_users_corrections_win_over_shipped_ones_kind_by_kind(main: Cli, write_profile: Write) -> None:
+    text = "[speculation.calibration.hot]\ntemperatures = [2.0]\nshifts = [-0.5]\n"
+    write_profile("smollm2-135m", text)
+    profile = load_profile("smollm2-135m", user_paths())
+    given = corrections_of(resolve_options(profile, {}, {}))
+    assert given["calibration"] == {"hot": Correction((2.0,), (-0.5,))}
+    assert set(given["shipped_calibration"]) == {"greedy", "warm", "cool-filtered-penalised"}
+    # Shipped ones belong to the shipped drafter.
+    assert set(corrections_of(resolve_options(profile, {"drafter": "other"}, {}))) == {"calibration"}
+    write_profile("smollm2-135m", "[drafter]\npath = 'other'\n")
+    assert corrections_of(resolve_options(load_profile("smollm2-135m", user_paths()), {}, {})) == {}
 
 
 @pytest.mark.parametrize(
