@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from sparkchat.kernels.cpu import compiled_folder
+
 sys.path.insert(0, str(Path(__file__).parent))
 
 # Set before torch is imported anywhere, and inherited by every process a test starts.
@@ -26,6 +28,8 @@ if threading.current_thread() is threading.main_thread():
 # Triton reads this when a kernel is defined, and whichever test comes first may be the one that imports them.
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+# Compiling for the processor takes some seconds, and every test has folders of its own.
+os.environ.setdefault("NUMBA_CACHE_DIR", str(compiled_folder(Path(__file__).parents[1] / ".pytest_cache")))
 
 from fixtures.surroundings import DEAD_SERVERS, USER_FOLDERS
 

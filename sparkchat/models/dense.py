@@ -16,7 +16,8 @@ from sparkchat.models.base import ForwardBatch, ModelConfig
 from sparkchat.models.fused import MOST_SMALL_ROWS, FusedStack, product
 from sparkchat.models.kv_cache import KVCache
 from sparkchat.models.layers import DecoderLayer, Embedding, RMSNorm, spread_rotations
-from sparkchat.models.linear import Linear, PlainLinear, make_linear
+from sparkchat.models.linear import Linear, PlainLinear, make_lanes
+from sparkchat.models.native import LaneLinear, NativeStack
 from sparkchat.models.quant import GroupedWeight, Weight, dense
 from sparkchat.models.refined_head import RefinedHead
 from sparkchat.models.rope import RopeTable
@@ -42,6 +43,8 @@ class DecoderStack:
         ]
         self.norm = RMSNorm(dense(source.take(f"{prefix}norm.weight", shape.hidden_size)), shape.rms_eps, device)
         self.rope = RopeTable(shape.rope, shape.head_dim, device)
+        self.native = NativeStack(self) if NativeStack.fits(self) else None
+        """Runs these layers in the place of ``run``, where it is not None."""
 
     def run(
         self,
@@ -141,6 +144,8 @@ class DenseModel:
     def forward(
         self, batch: ForwardBatch, cache: KVCache, tap_layers: tuple[int, ...] = ()
     ) -> tuple[Tensor, Tensor | None]:
+        if self.stack.native is not None:
+            return self._forward_native(self.stack.native, batch, cache, tap_layers)
         return forward_by_length(batch, lambda part, is_long: self._forward(part, cache, tap_layers, is_long))
 
     def _forward(
@@ -159,6 +164,15 @@ class DenseModel:
         hidden = self.stack.run(x, batch.positions, spans, attention, is_long, keep if tap_layers else None)
         attention.advance()
         return hidden, None if taps is None else taps.flatten(1)
+
+    def _forward_native(
+        self, native: NativeStack, batch: ForwardBatch, cache: KVCache, tap_layers: tuple[int, ...]
+    ) -> tuple[Tensor, Tensor | None]:
+        spans = open_spans(batch.cache_rows, batch.row_starts, cache)
+        hidden, taps = native.run(self.embedding(batch.token_ids), batch.positions, spans, cache, tap_layers)
+        for span in spans:
+            cache.advance(span.cache_row, span.end)
+        return hidden, taps
 
     @torch.inference_mode()
     def decode_rows(
@@ -202,12 +216,18 @@ class DenseModel:
 
 
 def _make_head(weight: Weight, device: torch.device, dtype: torch.dtype | None) -> Linear:
-    if isinstance(weight, GroupedWeight) and dtype is None and device.type == "cpu":
+    head = make_lanes(weight, None, device=device, dtype=dtype)
+    if (
+        isinstance(weight, GroupedWeight)
+        and dtype is None
+        and device.type == "cpu"
+        and not isinstance(head, LaneLinear)
+    ):
         return RefinedHead(weight)
-    return make_linear(weight, None, device=device, dtype=dtype)
+    return head
 
 
 def _dtype_name(layers: list[DecoderLayer]) -> str:
     linear = layers[0].qkv
-    stored = {"int4pack": "q4_1", "fp8": "float8"}
+    stored = {"int4pack": "q4_1", "q4-lanes": "q4_1", "q8-lanes": "q8_0", "bf16-lanes": "bfloat16", "fp8": "float8"}
     return stored.get(linear.kernel) or str(linear.dtype).removeprefix("torch.")

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sparkchat.models.native import LaneLinear, takes
 from sparkchat.models.quant import GROUP, GroupedWeight, Weight, dense
 
 FP8_BLOCK = 128
@@ -147,6 +148,13 @@ class Int8Linear:
     def __call__(self, x: Tensor, is_long: bool = False) -> Tensor:
         y = torch.ops.aten._weight_int8pack_mm(x.contiguous(), self._codes, self._scale)
         return y if self._bias is None else y.add_(self._bias)
+
+
+def make_lanes(weight: Weight, bias: Tensor | None, *, device: torch.device, dtype: torch.dtype | None) -> Linear:
+    """As ``make_linear``; on a CPU whose kernels of our own take the weight, for those."""
+    if takes(weight, dtype, device):
+        return LaneLinear(weight, bias, is_rounded=dtype is torch.int8)
+    return make_linear(weight, bias, device=device, dtype=dtype)
 
 
 def make_linear(weight: Weight, bias: Tensor | None, *, device: torch.device, dtype: torch.dtype | None) -> Linear:

@@ -104,6 +104,11 @@ class RopeTable:
         if end > self._table.shape[0]:
             self._table = torch.cat([self._table, self._rotations(self._table.shape[0], end)])
 
+    @property
+    def numbers(self) -> Tensor:
+        """[P, head_dim] float32, cosine and sine of each pair side by side, as far as they have been computed."""
+        return torch.view_as_real(self._table).flatten(1)
+
     def at(self, positions: Tensor) -> Tensor:
         """As ``rows``, for positions that ``prepare`` has reached."""
         return self._table.index_select(0, positions)

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from sparkchat.models.linear import Linear, make_linear
+from sparkchat.models.linear import Linear, make_lanes
 from sparkchat.models.weights import TensorSource
 
 
@@ -117,7 +117,7 @@ def load_head(
         weight = source.take(f"markov_head.{name}.weight", outputs, inputs)
         has_bias = f"markov_head.{name}.bias" in source
         bias = source.take(f"markov_head.{name}.bias", outputs) if has_bias else None
-        return make_linear(weight, bias, device=device, dtype=dtype)
+        return make_lanes(weight, bias, device=device, dtype=dtype)
 
     w1 = source.take("markov_head.markov_w1.weight", vocab, r).to(device=device, dtype=dtype)
     # Biases of chosen tokens alone pay on the CPU only.

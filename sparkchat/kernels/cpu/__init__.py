@@ -1,0 +1,60 @@
+"""Decoder layers on a processor: products with packed weights and all that lies between them, as one call.
+
+torch's own operations cost a decode step of a small model more in being started than in what they do. Here the whole
+stack of layers is one function, compiled for this processor when it is first needed (Numba; kept in the cache folder),
+which every thread runs. Weights stay in 4 or 8 bits or bfloat16 and are expanded in registers; everything else is
+float32. The order of sums is fixed: a row gets the same bits alone, beside others, and with any number of threads.
+
+    from sparkchat.kernels.cpu.matrix import PackedMatrix, pack_bf16, pack_codes
+    from sparkchat.kernels.cpu.decoder import Decoder
+
+``is_supported`` says whether this processor and this installation can; where they cannot, torch's operations are used.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+from sparkchat.paths import user_paths
+
+OFF = "SPARKCHAT_CPU_KERNELS"
+"""Set to 0 in the environment: torch's operations are used, the reference for these kernels."""
+
+
+@functools.cache
+def why_not() -> str | None:
+    """Why these kernels cannot be used here, in words for a user; None when they can."""
+    if os.environ.get(OFF) == "0":
+        return f"{OFF}=0 is set"
+    if sys.platform not in ("linux", "darwin"):
+        return f"they are not made for {sys.platform}"
+    if importlib.util.find_spec("numba") is None:
+        return "numba is not installed; pip install numba"
+    # Numba reads this once, when it is imported.
+    os.environ.setdefault("NUMBA_CACHE_DIR", str(compiled_folder(user_paths().cache)))
+    from llvmlite import binding
+
+    features = binding.get_host_cpu_features()
+    triple = binding.get_process_triple()
+    if triple.startswith("x86_64") and not all(features.get(name) for name in ("avx2", "fma", "f16c")):
+        return "this processor lacks AVX2, FMA or F16C"
+    if not triple.startswith(("x86_64", "aarch64", "arm64")):
+        return f"they are not made for {triple.split('-')[0]}"
+    return None
+
+
+def is_supported() -> bool:
+    return why_not() is None
+
+
+def compiled_folder(cache: Path) -> Path:
+    """Where in a cache folder the compiled code lies: by what it was compiled from, for Numba looks at one file alone."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    return cache / "cpu_kernels" / digest.hexdigest()[:16]

@@ -1,0 +1,148 @@
+"""A stack of decoder layers over one cache: builds the job that ``stack.run_stack`` does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sparkchat.kernels.cpu import stack
+from sparkchat.kernels.cpu.matrix import PackedMatrix
+from sparkchat.kernels.cpu.product import SCRATCH_BYTES
+from sparkchat.kernels.cpu.team import MOST_COUNTERS, STACK, team
+from sparkchat.kernels.cpu.tiles import GROUP
+
+_STATIC = (
+    stack.INPUT_NORM,
+    stack.POST_NORM,
+    stack.QK_NORM,
+    stack.QKV_MATRIX,
+    stack.O_MATRIX,
+    stack.GATE_UP,
+    stack.DOWN,
+)
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """One layer; norms float32 [d], qk_norm [H + K, D] or None, gate_up [gate; up]."""
+
+    input_norm: Tensor
+    post_norm: Tensor
+    qk_norm: Tensor | None
+    qkv: PackedMatrix
+    o: PackedMatrix
+    gate_up: PackedMatrix
+    down: PackedMatrix
+
+
+@dataclass(frozen=True)
+class LayerCache:
+    """Where one layer's keys and values lie."""
+
+    data: Tensor
+    """[rows, 2K, slots, D] bf16 or float32, keys before values; position p lies in slot p modulo slots."""
+    window: int | None
+    """Keys a row sees, counting its own; None for all."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of any requests. All [N] int64 on the CPU."""
+
+    positions: Tensor
+    ends: Tensor
+    """Positions below this are seen: position + 1, or the end of a drafter's block."""
+    cache_rows: Tensor
+
+
+class Decoder:
+    """Layers of one shape, which must be a multiple of 16 in a head and of 32 in every matrix's inputs."""
+
+    def __init__(
+        self, layers: Sequence[LayerWeights], norm: Tensor, eps: float, heads: tuple[int, int], head_size: int
+    ) -> None:
+        """``heads``: of queries and of keys. Query head h attends to key head h modulo their count."""
+        self._layers, self._norm, self._heads, self._size = list(layers), norm, heads, head_size
+        self._eps = np.array([eps], np.float32)
+        self._table = np.zeros((len(self._layers), stack.LAYER_WORDS), np.int64)
+        for line, layer in zip(self._table, self._layers, strict=True):
+            qk_norm = 0 if layer.qk_norm is None else layer.qk_norm.data_ptr()
+            matrices = (layer.qkv.record, layer.o.record, layer.gate_up.record, layer.down.record)
+            line[list(_STATIC)] = (layer.input_norm.data_ptr(), layer.post_norm.data_ptr(), qk_norm, *matrices)
+        self._hidden = norm.shape[0]
+        self._inner = layers[0].down.inputs
+        assert len(self._layers) * stack.PHASES_A_LAYER <= MOST_COUNTERS
+
+    def run(
+        self, x: Tensor, rows: Rows, caches: Sequence[LayerCache], rope: Tensor, taps: Sequence[int] = ()
+    ) -> tuple[Tensor, Tensor | None]:
+        """x [N, d] float32, consumed -> hidden [N, d] float32 after the norm, and the outputs of the layers ``taps``
+        [N, len(taps), d] float32.
+
+        rope [P, D] float32, cosine and sine of each pair side by side, holds every position.
+        """
+        count, threads = x.shape[0], torch.get_num_threads()
+        assert x.is_contiguous() and rope.is_contiguous()
+        assert all(t.is_contiguous() for t in (rows.positions, rows.ends, rows.cache_rows))
+        heads, key_heads = self._heads
+        features = torch.empty((count, len(taps), self._hidden)) if taps else None
+        out = torch.empty_like(x)
+        qkv = torch.empty((count, self._layers[0].qkv.width))
+        mixed = torch.empty((count, heads * self._size))
+        act = torch.empty((count, self._inner))
+        longest = max(self._hidden, self._inner, heads * self._size)
+        sums_stride = 4 * -(-longest // GROUP)
+        context = 4 * (-(-int(rows.ends.max()) // 16) * 16)
+        scratch_bytes = SCRATCH_BYTES + context + count * (sums_stride + 4 * self._hidden)
+        scratch_bytes += -scratch_bytes % 64
+        scratch = torch.empty((threads, scratch_bytes), dtype=torch.uint8)
+        self._place(caches, taps)
+        job = np.zeros(stack.CONTEXT_BYTES + 1, np.int64)
+        job[:] = (
+            count,
+            self._hidden,
+            heads,
+            key_heads,
+            self._size,
+            self._inner,
+            len(self._layers),
+            self._table.ctypes.data,
+            x.data_ptr(),
+            rows.positions.data_ptr(),
+            rows.ends.data_ptr(),
+            rows.cache_rows.data_ptr(),
+            rope.data_ptr(),
+            0 if features is None else features.data_ptr(),
+            len(taps),
+            out.data_ptr(),
+            self._norm.data_ptr(),
+            self._eps.ctypes.data,
+            caches[0].data.dtype == torch.bfloat16,
+            qkv.data_ptr(),
+            4 * qkv.shape[1],
+            mixed.data_ptr(),
+            act.data_ptr(),
+            4 * self._inner,
+            scratch.data_ptr(),
+            scratch_bytes,
+            sums_stride,
+            context,
+        )
+        team(threads).run(STACK, job)
+        return out, features
+
+    def _place(self, caches: Sequence[LayerCache], taps: Sequence[int]) -> None:
+        """Write where the cache lies now, which may have grown."""
+        for index, (line, cache) in enumerate(zip(self._table, caches, strict=True)):
+            data = cache.data
+            width = data.element_size()
+            line[stack.STORE_BASE] = data.data_ptr()
+            line[stack.ROW_STRIDE] = data.stride(0) * width
+            line[stack.HEAD_STRIDE] = data.stride(1) * width
+            line[stack.SLOTS] = data.shape[2]
+            line[stack.WINDOW] = cache.window or 0
+            line[stack.TAP] = list(taps).index(index) if index in taps else -1

@@ -1,0 +1,123 @@
+"""Weights in lane blocks, as the tiles read them, and their products with any number of rows."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sparkchat.kernels.cpu.emit import LANES
+from sparkchat.kernels.cpu.product import RECORD_WORDS, SCRATCH_BYTES
+from sparkchat.kernels.cpu.team import PRODUCT, team
+from sparkchat.kernels.cpu.tiles import BF16, GROUP, GROUP_BYTES, Q4, Q8, tile_addresses
+
+
+class PackedMatrix:
+    """A weight [outputs, inputs], inputs a multiple of 32, the outputs filled up to whole lane blocks with zeros."""
+
+    def __init__(self, kind: int, data: Tensor, shape: tuple[int, int], bias: Tensor | None) -> None:
+        """data [blocks, bytes] uint8 as ``pack_codes`` or ``pack_bf16`` makes it; bias [outputs]."""
+        self.outputs, self.inputs = shape
+        self.kind, self._data = kind, data
+        blocks, block_bytes = data.shape
+        self.width = blocks * LANES
+        """Outputs with the filling."""
+        self._bias = None if bias is None else _filled(bias.float()[:, None], self.width)[:, 0].contiguous()
+        self._record = np.zeros(RECORD_WORDS, np.int64)
+        self._record[:] = (
+            kind,
+            data.data_ptr(),
+            blocks,
+            self.inputs // GROUP,
+            block_bytes,
+            0 if self._bias is None else self._bias.data_ptr(),
+            *tile_addresses(kind),
+        )
+
+    @property
+    def record(self) -> int:
+        """Address of what the kernels know a matrix by; it lives as long as the matrix."""
+        return self._record.ctypes.data
+
+    @property
+    def num_bytes(self) -> int:
+        return self._data.numel()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [n, inputs] float32 -> [n, outputs] float32, a view where outputs were filled up."""
+        x = x.contiguous()
+        count, threads = x.shape[0], self._threads()
+        out = torch.empty((count, self.width), dtype=torch.float32)
+        if count == 0:
+            return out[:, : self.outputs]
+        scratch = torch.empty((threads, SCRATCH_BYTES), dtype=torch.uint8)
+        groups = self.inputs // GROUP
+        sums = torch.empty((count, groups), dtype=torch.float32)
+        job = np.array(
+            (
+                self.record,
+                x.data_ptr(),
+                4 * self.inputs,
+                count,
+                groups,
+                out.data_ptr(),
+                4 * self.width,
+                sums.data_ptr(),
+                4 * groups,
+                scratch.data_ptr(),
+                SCRATCH_BYTES,
+                self.kind == Q4,
+            ),
+            np.int64,
+        )
+        team(threads).run(PRODUCT, job)
+        return out[:, : self.outputs]
+
+    def _threads(self) -> int:
+        return max(1, min(torch.get_num_threads(), self._data.shape[0] // 4))
+
+
+def pack_codes(codes: Tensor, scale: Tensor, shift: Tensor | None) -> tuple[int, Tensor]:
+    """Codes [outputs, inputs] of 4 bits (uint8 0..15) or 8 (int8), scale and shift by output and group of 32.
+
+    Returns the format and [blocks, bytes]. Scales are stored as float16, in which GGUF has them.
+    """
+    kind = Q4 if codes.dtype == torch.uint8 else Q8
+    groups = codes.shape[1] // GROUP
+    lanes = _filled(codes, -(-codes.shape[0] // LANES) * LANES).view(-1, LANES, groups, GROUP).permute(0, 2, 3, 1)
+    if kind == Q4:
+        pairs = lanes.reshape(-1, groups, GROUP // 2, 2, LANES)
+        lanes = pairs[:, :, :, 0] | (pairs[:, :, :, 1] << 4)
+    parts = [lanes.reshape(-1, groups, lanes.shape[2] * LANES).contiguous().view(torch.uint8), _halves(scale)]
+    if kind == Q4:
+        parts.append(_halves(torch.zeros_like(scale) if shift is None else shift))
+    data = torch.cat(parts, dim=2)
+    assert data.shape[2] == GROUP_BYTES[kind]
+    return kind, data.flatten(1).contiguous()
+
+
+def pack_bf16(weight: Tensor) -> tuple[int, Tensor]:
+    """weight [outputs, inputs] -> the format and [blocks, bytes]."""
+    lanes = _filled(weight.to(torch.bfloat16), -(-weight.shape[0] // LANES) * LANES)
+    lanes = lanes.view(-1, LANES, weight.shape[1]).transpose(1, 2).contiguous()
+    return BF16, lanes.flatten(1).view(torch.uint8)
+
+
+def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """weight [outputs, inputs] -> int8 codes and their scales [outputs, inputs / 32], representable in float16."""
+    groups = weight.float().view(weight.shape[0], -1, GROUP)
+    scale = (groups.abs().amax(dim=2).clamp_(min=2e-5) / 127).half().float()
+    codes = (groups / scale.unsqueeze(2)).round_().clamp_(-127, 127).to(torch.int8)
+    return codes.view(weight.shape), scale
+
+
+def _halves(values: Tensor) -> Tensor:
+    """[outputs, groups] -> [blocks, groups, bytes] as float16, side by side by lane."""
+    filled = _filled(values.half(), -(-values.shape[0] // LANES) * LANES)
+    return filled.view(-1, LANES, values.shape[1]).transpose(1, 2).contiguous().view(torch.uint8)
+
+
+def _filled(x: Tensor, count: int) -> Tensor:
+    if x.shape[0] == count:
+        return x
+    return torch.cat([x, x.new_zeros((count - x.shape[0], x.shape[1]))])

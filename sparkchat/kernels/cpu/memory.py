@@ -1,0 +1,77 @@
+"""Numbers at addresses, and what threads agree by: atomic words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import carray, njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+_I64 = ir.IntType(64)
+
+
+@intrinsic
+def _pointer(typing: Any, address: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], ir.IntType(8).as_pointer())
+
+    return types.voidptr(types.int64), generate
+
+
+@njit(inline="always")
+def words(address: int, count: int) -> np.ndarray:
+    """[count] int64 at an address."""
+    return carray(_pointer(address), (count,), np.int64)
+
+
+@njit(inline="always")
+def floats(address: int, count: int) -> np.ndarray:
+    """[count] float32 at an address."""
+    return carray(_pointer(address), (count,), np.float32)
+
+
+@intrinsic
+def fetch_add(typing: Any, address: Any, amount: Any) -> Any:
+    """Add to the word at an address, for all threads in one order; returns what was there."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        place = builder.inttoptr(args[0], _I64.as_pointer())
+        return builder.atomic_rmw("add", place, args[1], "seq_cst")
+
+    return types.int64(types.int64, types.int64), generate
+
+
+@intrinsic
+def exchange(typing: Any, address: Any, value: Any) -> Any:
+    """Put a word at an address; returns what was there."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        place = builder.inttoptr(args[0], _I64.as_pointer())
+        return builder.atomic_rmw("xchg", place, args[1], "seq_cst")
+
+    return types.int64(types.int64, types.int64), generate
+
+
+@intrinsic
+def peek(typing: Any, address: Any) -> Any:
+    """The word at an address, and with it all that was written before it was."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.load_atomic(builder.inttoptr(args[0], _I64.as_pointer()), "seq_cst", 8)
+
+    return types.int64(types.int64), generate
+
+
+@intrinsic
+def yield_processor(typing: Any) -> Any:
+    """Let another thread of this processor run: who is waited for may have none."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kind = ir.FunctionType(ir.IntType(32), [])
+        builder.call(cgutils.get_or_insert_function(builder.module, kind, "sched_yield"), [])
+        return context.get_dummy_value()
+
+    return types.void(), generate

@@ -1,0 +1,99 @@
+"""A packed matrix times rows, shared out among threads by lane blocks."""
+
+from __future__ import annotations
+
+from numba import njit
+
+from sparkchat.kernels.cpu.memory import fetch_add, words
+from sparkchat.kernels.cpu.rows import BYTES, add, gate
+from sparkchat.kernels.cpu.tiles import call_tile
+
+STORE, ADD, GATE = 0, 1, 2
+"""What becomes of a product: out = y, out += y, or out = silu(first half of y) * second half."""
+KIND, CODES, BLOCKS, GROUPS, BLOCK_BYTES, BIAS, TILES = range(7)
+"""Words of a matrix's record; TILES begins five addresses of code."""
+RECORD_WORDS = 11
+SLAB = 32
+"""Rows that a lane block is multiplied with before the next one is read."""
+SCRATCH_BYTES = 2 * SLAB * BYTES
+_SHARES = 64
+"""Parts of a large product that each thread takes on average: some may be held up, and all wait for the last one."""
+
+
+@njit(nogil=True)
+def _block(m, codes, x, x_stride, sums, sums_stride, count, out, out_stride):
+    """One lane block times ``count`` rows."""
+    row = 0
+    while row < count:
+        height = min(4, count - row)
+        call_tile(
+            m[TILES + height - 1], codes, m[BLOCK_BYTES], m[GROUPS], x + row * x_stride, x_stride,
+            sums + row * sums_stride, sums_stride, out + row * out_stride, out_stride,
+        )  # fmt: skip
+        row += height
+
+
+@njit(nogil=True)
+def _unit(m, unit, x, x_stride, sums, sums_stride, count, epilogue, out, out_stride, scratch):
+    """Lane block ``unit`` of the output, from one block of the matrix or, gated, from two."""
+    codes = m[CODES] + unit * m[BLOCK_BYTES]
+    place = out + unit * BYTES
+    bias = 0 if m[BIAS] == 0 else m[BIAS] + unit * BYTES
+    if epilogue == STORE:
+        _block(m, codes, x, x_stride, sums, sums_stride, count, place, out_stride)
+        if bias:
+            for r in range(count):
+                add(bias, place + r * out_stride)
+        return
+    _block(m, codes, x, x_stride, sums, sums_stride, count, scratch, BYTES)
+    if epilogue == ADD:
+        for r in range(count):
+            if bias:
+                add(bias, scratch + r * BYTES)
+            add(scratch + r * BYTES, place + r * out_stride)
+        return
+    half = m[BLOCKS] // 2
+    other = scratch + SLAB * BYTES
+    _block(m, codes + half * m[BLOCK_BYTES], x, x_stride, sums, sums_stride, count, other, BYTES)
+    for r in range(count):
+        if bias:
+            add(bias, scratch + r * BYTES)
+            add(bias + half * BYTES, other + r * BYTES)
+        gate(scratch + r * BYTES, other + r * BYTES, place + r * out_stride)
+
+
+@njit(nogil=True)
+def multiply(record, x, x_stride, sums, sums_stride, count, epilogue, out, out_stride, counter, threads, scratch):
+    """This thread's share of ``count`` rows times the matrix of ``record``; ``counter`` is the next block to take."""
+    m = words(record, RECORD_WORDS)
+    units = m[BLOCKS] // 2 if epilogue == GATE else m[BLOCKS]
+    share = max(2, units // (threads * _SHARES))
+    is_single = count == 1 and epilogue == STORE and m[BIAS] == 0
+    first = fetch_add(counter, share)
+    while first < units:
+        last = min(first + share, units)
+        row = 0
+        while row < count:
+            rows = min(SLAB, count - row)
+            at, sums_at, to = x + row * x_stride, sums + row * sums_stride, out + row * out_stride
+            unit = first
+            while is_single and unit + 2 <= last:
+                codes = m[CODES] + unit * m[BLOCK_BYTES]
+                call_tile(
+                    m[TILES + 4],
+                    codes,
+                    m[BLOCK_BYTES],
+                    m[GROUPS],
+                    at,
+                    x_stride,
+                    sums_at,
+                    sums_stride,
+                    to + unit * BYTES,
+                    0,
+                )
+                unit += 2
+            while unit < last:
+                _unit(m, unit, at, x_stride, sums_at, sums_stride, rows, epilogue, to, out_stride, scratch)
+                unit += 1
+            row += rows
+        first = fetch_add(counter, share)

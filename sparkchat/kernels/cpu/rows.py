@@ -1,0 +1,195 @@
+"""What is done to single rows and heads: norms, softmax, scores, mixing. One call is one row or one head."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from sparkchat.kernels.cpu.emit import F32, I64, LANES, Emitter, repeat
+
+BYTES = 4 * LANES
+"""Of a vector in float32."""
+_SIZES = {"f32": 4, "bf16": 2}
+
+
+def primitive(
+    name: str, count: int, body: Callable[..., ir.Value | None], result: Any = types.void, floats: tuple[int, ...] = ()
+) -> Any:
+    """An intrinsic of ``count`` int64 arguments, those at ``floats`` float32, written by ``body(emitter, *values)``.
+
+    It becomes one function of a module however often it is called: copies of tiles would fill the processor's
+    instruction cache, and take long to compile.
+    """
+    kinds = [types.float32 if i in floats else types.int64 for i in range(count)]
+    is_void = result is types.void
+    shape = ir.FunctionType(ir.VoidType() if is_void else F32, [F32 if i in floats else I64 for i in range(count)])
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        function = cgutils.get_or_insert_function(builder.module, shape, f"sparkchat_{name}")
+        if function.is_declaration:
+            function.linkage = "linkonce_odr"
+            function.attributes.add("noinline")
+            inner = ir.IRBuilder(function.append_basic_block("entry"))
+            value = body(Emitter(inner), *function.args)
+            inner.ret_void() if value is None else inner.ret(value)
+        value = builder.call(function, args)
+        return context.get_dummy_value() if is_void else value
+
+    def typed(typing: Any, *given: Any) -> Any:
+        return result(*kinds), generate
+
+    # Numba goes by the parameters' names.
+    names = ["typing", *(f"value_{i}" for i in range(count))]
+    parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names]
+    typed.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return intrinsic(typed)
+
+
+def _norm(e: Emitter, x: ir.Value, weight: ir.Value, eps: ir.Value, blocks: ir.Value, out: ir.Value) -> None:
+    """out = x / sqrt(mean(x^2) + eps) * weight over blocks * 16 numbers; out may be x."""
+    b = e.builder
+
+    def square(i: ir.Value, sums: ir.Value) -> list[ir.Value]:
+        value = e.load(e.at(x, e.times(i, BYTES)))
+        return [e.fma(value, value, sums)]
+
+    (sums,) = repeat(b, blocks, [e.zero], square)
+    size = b.sitofp(e.times(blocks, LANES), F32)
+    mean = b.fadd(b.fdiv(e.total(sums), size), eps)
+    root = b.fdiv(e.splat(1.0), e.root(e.splat(mean)))
+
+    def scale(i: ir.Value) -> list[ir.Value]:
+        offset = e.times(i, BYTES)
+        e.store(b.fmul(b.fmul(e.load(e.at(x, offset)), root), e.load(e.at(weight, offset))), e.at(out, offset))
+        return []
+
+    repeat(b, blocks, [], scale)
+
+
+def _sum_groups(e: Emitter, x: ir.Value, groups: ir.Value, out: ir.Value) -> None:
+    """Sums of each 32 numbers of x, which the shifts of 4 bit codes multiply."""
+
+    def add(g: ir.Value) -> list[ir.Value]:
+        at = e.at(x, e.times(g, 2 * BYTES))
+        both = e.builder.fadd(e.load(at), e.load(e.at(at, BYTES)))
+        e.builder.store(e.total(both), e.builder.inttoptr(e.at(out, e.times(g, 4)), F32.as_pointer()))
+        return []
+
+    repeat(e.builder, groups, [], add)
+
+
+def _scores(kind: str) -> Callable[..., None]:
+    def body(
+        e: Emitter, q: ir.Value, keys: ir.Value, count: ir.Value, blocks: ir.Value, scale: ir.Value, out: ir.Value
+    ) -> None:
+        """out[t] = scale * q . keys[t] for ``count`` keys, one behind the other."""
+        b = e.builder
+        stride = e.times(blocks, LANES * _SIZES[kind])
+
+        def one(t: ir.Value) -> list[ir.Value]:
+            key = e.at(keys, b.mul(t, stride))
+
+            def multiply(i: ir.Value, sums: ir.Value) -> list[ir.Value]:
+                part = e.load(e.at(key, e.times(i, LANES * _SIZES[kind])), kind)
+                return [e.fma(e.load(e.at(q, e.times(i, BYTES))), part, sums)]
+
+            (sums,) = repeat(b, blocks, [e.zero], multiply)
+            b.store(b.fmul(e.total(sums), scale), b.inttoptr(e.at(out, e.times(t, 4)), F32.as_pointer()))
+            return []
+
+        repeat(b, count, [], one)
+
+    return body
+
+
+def _softmax(e: Emitter, scores: ir.Value, blocks: ir.Value) -> ir.Value:
+    """scores = e^(scores - their largest), in place; returns the sum. What fills up the last block is -inf."""
+    b = e.builder
+
+    def larger(i: ir.Value, most: ir.Value) -> list[ir.Value]:
+        return [e.larger(e.load(e.at(scores, e.times(i, BYTES))), most)]
+
+    (most,) = repeat(b, blocks, [e.splat(float("-inf"))], larger)
+    most = e.splat(e.across(most, e.larger))
+
+    def power(i: ir.Value, sums: ir.Value) -> list[ir.Value]:
+        at = e.at(scores, e.times(i, BYTES))
+        value = e.exp(b.fsub(e.load(at), most))
+        e.store(value, at)
+        return [b.fadd(sums, value)]
+
+    (sums,) = repeat(b, blocks, [e.zero], power)
+    return e.total(sums)
+
+
+def _mix(kind: str, width: int) -> Callable[..., None]:
+    def body(e: Emitter, weights: ir.Value, values: ir.Value, count: ir.Value, stride: ir.Value, out: ir.Value) -> None:
+        """out[:width * 16] += sum over t of weights[t] * values[t]; ``stride`` from one value to the next."""
+        b = e.builder
+        size = LANES * _SIZES[kind]
+
+        def add(t: ir.Value, *sums: ir.Value) -> list[ir.Value]:
+            weight = e.splat(e.scalar(e.at(weights, e.times(t, 4))))
+            value = e.at(values, b.mul(t, stride))
+            return [e.fma(weight, e.load(e.at(value, i * size), kind), total) for i, total in enumerate(sums)]
+
+        start = [e.load(e.at(out, i * BYTES)) for i in range(width)]
+        for i, total in enumerate(repeat(b, count, start, add)):
+            e.store(total, e.at(out, i * BYTES))
+
+    return body
+
+
+def _scale(e: Emitter, x: ir.Value, blocks: ir.Value, factor: ir.Value) -> None:
+    def multiply(i: ir.Value) -> list[ir.Value]:
+        at = e.at(x, e.times(i, BYTES))
+        e.store(e.builder.fmul(e.load(at), e.splat(factor)), at)
+        return []
+
+    repeat(e.builder, blocks, [], multiply)
+
+
+def _gate(e: Emitter, gate: ir.Value, up: ir.Value, out: ir.Value) -> None:
+    """out = silu(gate) * up, 16 numbers."""
+    b = e.builder
+    value = e.load(gate)
+    grown = b.fadd(e.splat(1.0), e.exp(b.fneg(value)))
+    e.store(b.fmul(b.fdiv(value, grown), e.load(up)), out)
+
+
+def _add(e: Emitter, x: ir.Value, out: ir.Value) -> None:
+    """out += x, 16 numbers."""
+    e.store(e.builder.fadd(e.load(out), e.load(x)), out)
+
+
+def _copy(kind: str) -> Callable[..., None]:
+    def body(e: Emitter, x: ir.Value, blocks: ir.Value, out: ir.Value) -> None:
+        def move(i: ir.Value) -> list[ir.Value]:
+            e.store(e.load(e.at(x, e.times(i, BYTES))), e.at(out, e.times(i, LANES * _SIZES[kind])), kind)
+            return []
+
+        repeat(e.builder, blocks, [], move)
+
+    return body
+
+
+norm = primitive("norm", 5, _norm, floats=(2,))
+sum_groups = primitive("sum_groups", 3, _sum_groups)
+scores_f32 = primitive("scores_f32", 6, _scores("f32"), floats=(4,))
+scores_bf16 = primitive("scores_bf16", 6, _scores("bf16"), floats=(4,))
+softmax = primitive("softmax", 2, _softmax, types.float32)
+mix_f32 = primitive("mix_f32", 5, _mix("f32", 1))
+mix_bf16 = primitive("mix_bf16", 5, _mix("bf16", 1))
+mix4_f32 = primitive("mix4_f32", 5, _mix("f32", 4))
+mix4_bf16 = primitive("mix4_bf16", 5, _mix("bf16", 4))
+scale = primitive("scale", 3, _scale, floats=(2,))
+gate = primitive("gate", 3, _gate)
+add = primitive("add", 2, _add)
+copy_f32 = primitive("copy_f32", 3, _copy("f32"))
+copy_bf16 = primitive("copy_bf16", 3, _copy("bf16"))

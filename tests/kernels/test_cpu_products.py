@@ -1,0 +1,95 @@
+"""Products with weights in lane blocks: what the codes say, and the same bits for a row whatever is beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from sparkchat.kernels import cpu
+
+if not cpu.is_supported():
+    pytest.skip(f"no kernels for this processor: {cpu.why_not()}", allow_module_level=True)
+
+from sparkchat.kernels.cpu.matrix import PackedMatrix, pack_bf16, pack_codes, quantize
+
+KINDS = ("q4", "q8", "bf16")
+
+
+@pytest.fixture(params=[1, 3])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(1)
+
+
+def make_matrix(kind: str, outputs: int, inputs: int, bias: Tensor | None = None) -> tuple[PackedMatrix, Tensor]:
+    """A matrix, and the float32 weight it stands for."""
+    random = torch.Generator().manual_seed(outputs * 1000 + inputs)
+    shape = (outputs, inputs)
+    if kind == "q4":
+        codes = torch.randint(0, 16, shape, generator=random, dtype=torch.uint8)
+        scale = (torch.rand(outputs, inputs // 32, generator=random) * 0.02 + 0.002).half().float()
+        shift = (-7.3 * scale).half().float()
+        dense = codes.view(outputs, -1, 32) * scale[..., None] + shift[..., None]
+        return PackedMatrix(*pack_codes(codes, scale, shift), shape, bias), dense.view(shape)
+    weight = torch.randn(shape, generator=random)
+    if kind == "q8":
+        codes, scale = quantize(weight)
+        assert float((codes.view(outputs, -1, 32) * scale[..., None] - weight.view(outputs, -1, 32)).abs().max()) < 0.02
+        dense = codes.view(outputs, -1, 32) * scale[..., None]
+        return PackedMatrix(*pack_codes(codes, scale, None), shape, bias), dense.view(shape)
+    return PackedMatrix(*pack_bf16(weight), shape, bias), weight.bfloat16().float()
+
+
+def rows(count: int, inputs: int) -> Tensor:
+    return torch.randn(count, inputs, generator=torch.Generator().manual_seed(count))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("outputs", "inputs"), [(16, 32), (50, 64), (1, 96), (400, 576)])
+def test_against_float32(kind: str, outputs: int, inputs: int, threads: int) -> None:
+    matrix, dense = make_matrix(kind, outputs, inputs)
+    x = rows(37, inputs)
+    torch.testing.assert_close(matrix(x), x @ dense.T, rtol=1e-5, atol=2e-5 * inputs**0.5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_has_its_own_bits(kind: str) -> None:
+    matrix, _ = make_matrix(kind, 200, 160, torch.randn(200))
+    x = rows(80, 160)
+    whole = matrix(x)
+    for first, count in [(0, 1), (3, 1), (5, 2), (6, 3), (1, 4), (2, 5), (0, 7), (9, 33), (79, 1)]:
+        assert torch.equal(matrix(x[first : first + count]), whole[first : first + count])
+    for size in (2, 4):
+        torch.set_num_threads(size)
+        assert torch.equal(matrix(x), whole)
+        assert torch.equal(matrix(x[:1]), whole[:1])
+    torch.set_num_threads(1)
+
+
+def test_bias_and_rows_that_lie_apart() -> None:
+    bias = torch.randn(50)
+    matrix, dense = make_matrix("q8", 50, 64, bias)
+    x = rows(12, 128)[::2, ::2]
+    torch.testing.assert_close(matrix(x), x @ dense.T + bias, rtol=1e-5, atol=1e-4)
+    assert matrix(x[:0]).shape == (0, 50)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_numbers_that_are_none_stay_in_their_row(kind: str, bad: float) -> None:
+    matrix, _ = make_matrix(kind, 48, 64)
+    x = rows(6, 64)
+    clean = matrix(x)
+    x[2, 7] = bad
+    dirty = matrix(x)
+    assert not dirty[2].isfinite().any()
+    assert torch.equal(dirty[[0, 1, 3, 4, 5]], clean[[0, 1, 3, 4, 5]])
+
+
+def test_a_weight_of_numbers_that_bf16_and_f16_have_is_exact() -> None:
+    matrix, dense = make_matrix("q4", 16, 64)
+    assert torch.equal(matrix(torch.eye(64)), dense.T.contiguous())
