@@ -17,7 +17,7 @@ import torch
 
 from sparkchat import __version__
 from sparkchat.engine.captured.build import BLOCKS_BEHIND, SPARE_ROWS
-from sparkchat.engine.captured.memory import fitting_context, free_bytes
+from sparkchat.engine.captured.memory import fitting_context, free_bytes, storage_of
 from sparkchat.engine.cost_table import CostLookup
 from sparkchat.engine.device import device_name, resolve_device
 from sparkchat.engine.pair import LoadedPair, draft_index_table
@@ -217,15 +217,17 @@ def _meaningless(spec: LoadSpec, pair: LoadedPair) -> list[str]:
 
 def _context_for_graphs(spec: LoadSpec, context: int, rows: int, target: Any, drafter: Any, progress: Progress) -> int:
     """What there is room for when captured steps take all storage at once. Raises NotEnoughMemory."""
-    if target.device.type != "cuda" or not hasattr(target, "decode_rows"):
+    # Of ranks that share a model, each keeps the whole state of every request.
+    own, own_drafter = getattr(target, "inner", target), getattr(drafter, "inner", drafter)
+    if own.device.type != "cuda" or not hasattr(own, "decode_rows"):
         return context
     config, block, law_bytes = target.config, 0, 0
-    per_position = config.kv_bytes_per_token
     if drafter is not None:
-        shape, block = drafter.config.decoder, drafter.config.block_size
-        per_position += shape.num_layers * 2 * shape.kv_width * config.kv_dtype.itemsize
+        block = drafter.config.block_size
         law_bytes = 2 * 4 * spec.concurrency * block * drafter.config.draft_vocab_size
     law_bytes += 2 * 4 * spec.concurrency * (block + 1) * config.vocab_size
+    per_position, per_row = storage_of(own, own_drafter, max(CHUNK_ROWS, block + 1))
+    law_bytes += rows * per_row
     context, notice = fitting_context(
         spec.context,
         context,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,10 @@ from engine.device_only import AskedHost, asking_nothing
 from engine.test_captured import MODES, is_alike, lines_of, open_one
 from fixtures.deepseek_v4 import write_tiny_v4
 from fixtures.deepseek_v4_mix import write_v4_mix, write_v4_mix_mtp
+from sparkchat.engine import engine as engine_module
+from sparkchat.engine.captured.head_step import HeadStep
 from sparkchat.engine.captured.laws import Draws
+from sparkchat.engine.captured.memory import storage_of
 
 FEW: dict[str, Any] = {
     "num_hidden_layers": 3,
@@ -76,6 +80,22 @@ def test_drafts_are_those_of_the_reference_loop(kind: str, pairs: Pairs) -> None
                 assert is_alike(ours[name], theirs[name]), (name, ours[name], theirs[name])
 
 
+@pytest.mark.parametrize("enters", [False, True])
+def test_steps_of_kernels_give_the_same_tokens(
+    enters: bool, build_once: Callable[..., Any], pairs: Pairs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Heads, draws and acceptance by their torch references; with ``enters``, what is around them by kernels."""
+    folder, (loop, _) = build_once("v4-captured-tiny", WRITERS["tiny"]), pairs("tiny")
+    monkeypatch.setattr(engine_module, "build_decoder", partial(engine_module.build_decoder, is_fused=True))
+    runner = open_one(folder, folder, True)
+    step = runner.engine._captured._step  # type: ignore[union-attr]
+    assert isinstance(step, HeadStep)
+    step._enters = enters
+    for sampling in ("greedy", "sampled"):
+        lines = lines_of("compact", sampling, tokens=5)[:2]
+        assert runner.ids(lines) == loop.ids(lines), sampling
+
+
 def test_a_conversation_goes_on_between_prompts_and_captured_steps(pairs: Pairs) -> None:
     loop, captured = pairs("half")
     text = random_prompts(2, 60, seed=5)[1]
@@ -132,3 +152,13 @@ def test_a_mixture_of_all_experts_has_the_bits_of_those_that_are_needed(pairs: P
     x = torch.randn(9, 64, generator=torch.Generator().manual_seed(2))
     weights, chosen = mixture.gate(x, torch.arange(9))
     assert torch.equal(mixture.mix_of_all(x, weights, chosen), mixture.mix(x, weights, chosen))
+
+
+def test_storage_is_what_caches_take(pairs: Pairs) -> None:
+    pair = pairs("mtp")[1].engine.pair
+    per_position, per_row = storage_of(pair.target, pair.drafter, 256)
+    cache, draft_cache = pair.target.new_cache(3, 6400, 256), pair.drafter.new_cache(3, 6400)
+    for one in (cache, draft_cache):
+        one.fill()
+    taken = cache.num_bytes + draft_cache.num_bytes
+    assert taken == pytest.approx(3 * (6400 * per_position + per_row), rel=0.02)

@@ -127,7 +127,7 @@ class FusedStep(CapturedStep):
             return self._block_rows(count, mask), None
         packed = PackedRows.empty(count, count * self.width, table.shape[1], device)
         enter_block(self.inputs, self.seats, table, mask, packed, self.block, self.spare_draft_row, self.chances)
-        return _batch_of(packed, packed.cache_rows, self.spare_draft_row), packed.x
+        return batch_of(packed, packed.cache_rows, self.spare_draft_row), packed.x
 
     @torch.inference_mode()
     def verify(self, num_rows: int, draws: Draws, shares: bool) -> None:
@@ -139,14 +139,14 @@ class FusedStep(CapturedStep):
         packed = PackedRows.empty(count, num_rows, table.shape[1], pair.device)
         planned = self._shared_lens(count) if shares else None
         enter_rows(self.inputs, self.seats, table, packed, self.block, self.spare_row, self.spare_draft_row, planned)
-        rows = _batch_of(packed, packed.cache_rows, self.spare_row)
+        rows = batch_of(packed, packed.cache_rows, self.spare_row)
         hidden, features = pair.target.fused.run(packed.x, rows, pair.tap_layers)
         logits = pair.target.logits(hidden)
         buffers = self._accepted(logits, packed.starts, packed.verify_lens, packed.caps)
         laws = self._laws_of(count) if self.width else None
         settle(self.inputs, self.seats, packed, buffers, self.block, laws, self.records.device_rows)
         if features is not None and pair.drafter is not None:
-            handed = _batch_of(packed, packed.draft_rows, self.spare_draft_row)
+            handed = batch_of(packed, packed.draft_rows, self.spare_draft_row)
             pair.drafter.store_rows(features, handed, pair.draft_cache)
 
     def _shared_lens(self, count: int) -> Tensor:
@@ -245,7 +245,7 @@ class FusedStep(CapturedStep):
         )
 
 
-def _batch_of(packed: PackedRows, cache_rows: Tensor, spare_row: int) -> RowBatch:
+def batch_of(packed: PackedRows, cache_rows: Tensor, spare_row: int) -> RowBatch:
     """What the layers read of rows that are embedded already."""
     return RowBatch(
         token_ids=packed.positions,

@@ -7,16 +7,19 @@ whole of the sequential head, so that a block is drawn without a word between ra
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
+from torch import Tensor
 
-from sparkchat.engine.captured.fused_step import FusedStep
+from sparkchat.engine.captured.fused_step import FusedStep, batch_of
 from sparkchat.engine.captured.laws import Draws
 from sparkchat.engine.captured.step import CapturedStep
 from sparkchat.engine.pair import LoadedPair
 from sparkchat.engine.simulated import spread_chances
 from sparkchat.kernels.markov import markov_block
+from sparkchat.kernels.seats import PackedRows, enter_block, enter_rows, settle
+from sparkchat.models.rows import RowBatch
 
 
 def can_fuse_heads(pair: LoadedPair) -> bool:
@@ -26,11 +29,15 @@ def can_fuse_heads(pair: LoadedPair) -> bool:
 
 @dataclass
 class HeadStep(FusedStep):
-    """As ``CapturedStep``; draft and acceptance are one call of the kernels each."""
+    """As ``CapturedStep``; plan, draft, acceptance and record are a launch or two each."""
+
+    _ids: Tensor = field(init=False)
+    """[V, 1] float32: every token's row is its id, which float32 holds: what rows are entered with is what they are"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._enters = False
+        vocab = self.pair.target.config.vocab_size
+        self._ids = torch.arange(vocab, dtype=torch.float32, device=self.pair.device).unsqueeze(1)
 
     @torch.inference_mode()
     def draft(self, count: int, draws: Draws) -> None:
@@ -38,7 +45,7 @@ class HeadStep(FusedStep):
             self.agree()
         drafter, g, weights = self.pair.drafter, self.width, self._weights
         assert drafter is not None and weights is not None
-        hidden = drafter.draft_rows(self._block_rows(count, drafter.config.mask_token_id), self.pair.draft_cache)
+        hidden = drafter.draft_rows(self._blocks(count, drafter.config.mask_token_id), self.pair.draft_cache)
         base = self._base[:count]
         base.view(count * g, -1).copy_(drafter.base_logits(hidden))
         markov_block(
@@ -51,12 +58,45 @@ class HeadStep(FusedStep):
             hidden=hidden.view(count, g, -1),
             confidence=None if self.chances is not None else weights.confidence,
         )
+        if self._enters:
+            return
         self.block.is_sound[:count] = ~self._laws.peak.view(-1, g)[:count].isnan().any(dim=1)
         if self.chances is not None:
             chance = spread_chances(self.chances, self.inputs.uniforms(count)[3])
             self.block.chance[:count] = chance
             self.block.confidence[:count] = torch.logit(chance).float()
 
+    def _blocks(self, count: int, mask: int) -> RowBatch:
+        if not self._enters:
+            return self._block_rows(count, mask)
+        packed = PackedRows.empty(count, count * self.width, 1, self.pair.device)
+        enter_block(self.inputs, self.seats, self._ids, mask, packed, self.block, self.spare_draft_row, self.chances)
+        return _named(packed, packed.cache_rows, self.spare_draft_row)
+
     @torch.inference_mode()
     def verify(self, num_rows: int, draws: Draws, shares: bool) -> None:
-        CapturedStep.verify(self, num_rows, draws, shares)
+        if not self._enters:
+            CapturedStep.verify(self, num_rows, draws, shares)
+            return
+        if self.agree is not None:
+            self.agree()
+        pair, count = self.pair, min(num_rows, self.inputs.seats)
+        packed = PackedRows.empty(count, num_rows, 1, pair.device)
+        planned = self._shared_lens(count) if shares else None
+        enter_rows(
+            self.inputs, self.seats, self._ids, packed, self.block, self.spare_row, self.spare_draft_row, planned
+        )
+        rows = _named(packed, packed.cache_rows, self.spare_row)
+        hidden, features = pair.target.decode_rows(rows, pair.cache, pair.tap_layers)
+        buffers = self._accepted(pair.target.logits(hidden), packed.starts, packed.verify_lens, packed.caps)
+        laws = self._laws_of(count) if self.width else None
+        settle(self.inputs, self.seats, packed, buffers, self.block, laws, self.records.device_rows)
+        if features is not None and pair.drafter is not None:
+            handed = _named(packed, packed.draft_rows, self.spare_draft_row)
+            pair.drafter.store_rows(features, handed, pair.draft_cache)
+
+
+def _named(packed: PackedRows, cache_rows: Tensor, spare_row: int) -> RowBatch:
+    """Rows with their tokens' ids."""
+    rows = batch_of(packed, cache_rows, spare_row)
+    return replace(rows, token_ids=packed.x[:, 0].long(), cache_rows=cache_rows.long())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from sparkchat.errors import NotEnoughMemory
@@ -9,6 +11,7 @@ from sparkchat.errors import NotEnoughMemory
 GRAPHS_BYTES = 1 << 30
 """Room left for what graphs hold: intermediate results of the largest step, and launches."""
 ROUND_TO = 256
+_TRIED = (4096, 8192)
 
 
 def fitting_context(
@@ -32,6 +35,25 @@ def fitting_context(
     if most < ROUND_TO:
         raise NotEnoughMemory(f"{name} leaves no room for a context on this device; choose a smaller model")
     return most, f"the device has room for a context of {most} tokens in {rows} requests; the model takes {longest}"
+
+
+def storage_of(target: Any, drafter: Any, max_span: int) -> tuple[int, int]:
+    """Bytes that one request takes for every position, and whatever its length, in filled caches of both.
+
+    Found by making two small caches of each; what they took is given back. ``max_span``: as of ``new_cache``.
+    """
+
+    def filled(context: int) -> int:
+        caches = [target.new_cache(1, context, max_span)]
+        if drafter is not None:
+            caches.append(drafter.new_cache(1, context))
+        for cache in caches:
+            cache.fill()
+        return sum(cache.num_bytes for cache in caches)
+
+    short, long = (filled(context) for context in _TRIED)
+    per_position = -(-(long - short) // (_TRIED[1] - _TRIED[0]))
+    return per_position, max(0, short - per_position * _TRIED[0])
 
 
 def free_bytes(device: torch.device) -> int:
