@@ -217,14 +217,9 @@ class DenseModel:
 
 def _make_head(weight: Weight, device: torch.device, dtype: torch.dtype | None) -> Linear:
     head = make_lanes(weight, None, device=device, dtype=dtype)
-    if (
-        isinstance(weight, GroupedWeight)
-        and dtype is None
-        and device.type == "cpu"
-        and not isinstance(head, LaneLinear)
-    ):
-        return RefinedHead(weight)
-    return head
+    if isinstance(head, LaneLinear) or not isinstance(weight, GroupedWeight):
+        return head
+    return RefinedHead(weight) if dtype is None and device.type == "cpu" else head
 
 
 def _dtype_name(layers: list[DecoderLayer]) -> str:

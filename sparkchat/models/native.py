@@ -1,4 +1,4 @@
-"""Decoder layers on a processor by ``sparkchat.kernels.cpu``: matrices that it multiplies, and stacks that it runs whole.
+"""Decoder layers on a processor by ``sparkchat.kernels.cpu``: matrices it multiplies, stacks it runs whole.
 
 Shapes: N rows, d hidden size, D head size.
 """

@@ -53,7 +53,7 @@ def is_supported() -> bool:
 
 
 def compiled_folder(cache: Path) -> Path:
-    """Where in a cache folder the compiled code lies: by what it was compiled from, for Numba looks at one file alone."""
+    """Where in a cache folder the compiled code lies: by all it was compiled from, for Numba looks at one file."""
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(path.read_bytes())
