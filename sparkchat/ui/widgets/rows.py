@@ -2,14 +2,49 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 from rich.segment import Segment
 from rich.style import Style
+from textual.color import Color
+from textual.filter import LineFilter
 from textual.geometry import Region
+from textual.scrollbar import ScrollBar
 from textual.strip import Strip
 from textual.widget import Widget
 
 from sparkchat.ui.safe_text import text_width
 from sparkchat.ui.step_view import Row
+
+
+class WholeStrip(Strip):
+    """A strip that does not remember itself.
+
+    The library's own keeps what it was divided into, and undivided that is itself: a cycle of thirty objects a row,
+    which only Python's collector frees, and the collector stops the screen for twenty milliseconds to do so.
+    """
+
+    def divide(self, cuts: Iterable[int]) -> Sequence[Strip]:
+        cuts = list(cuts)
+        return [self] if cuts == [self.cell_length] else super().divide(cuts)
+
+    def apply_filter(self, filter: LineFilter, background: Color) -> Strip:
+        key = (filter, background)
+        found = self._filter_cache.get(key)
+        if found is None:
+            found = WholeStrip(filter.apply(self._segments, background), self._cell_length)
+            self._filter_cache[key] = found
+        return found
+
+    def apply_offsets(self, x: int, y: int) -> Strip:
+        return WholeStrip(super().apply_offsets(x, y), self._cell_length)
+
+
+class WholeScrollBar(ScrollBar):
+    """Drawn anew at every update of a text that grows."""
+
+    def render_lines(self, crop: Region) -> list[Strip]:
+        return [WholeStrip(strip, strip.cell_length) for strip in super().render_lines(crop)]
 
 
 def finished_strips(widget: Widget, strips: list[Strip], crop: Region) -> list[Strip]:
@@ -30,7 +65,7 @@ def row_strip(segments: list[Segment], width: int, style: Style) -> Strip:
     used = sum(text_width(segment.text) for segment in segments)
     if used < width:
         segments.append(Segment(" " * (width - used), style))
-    strip = Strip(segments, max(used, width))
+    strip = WholeStrip(segments, max(used, width))
     return strip if used <= width else strip.crop(0, width)
 
 

@@ -13,6 +13,7 @@ from textual.cache import LRUCache
 from textual.geometry import Region, Size
 from textual.message import Message
 from textual.scroll_view import ScrollView
+from textual.scrollbar import ScrollBar
 from textual.selection import Selection
 from textual.strip import Strip
 from textual.widget import Widget
@@ -23,7 +24,7 @@ from sparkchat.ui.highlight import highlight
 from sparkchat.ui.line import Line
 from sparkchat.ui.markdown import Piece
 from sparkchat.ui.safe_text import text_width
-from sparkchat.ui.widgets.rows import finished_strips, row_strip
+from sparkchat.ui.widgets.rows import WholeScrollBar, finished_strips, row_strip
 
 Row = tuple[Line, int] | None
 """A line and the number of one of its rows; None is an empty row."""
@@ -239,6 +240,15 @@ class Transcript(ScrollView, can_focus=False):
 
     # Drawing
 
+    @property
+    def vertical_scrollbar(self) -> ScrollBar:
+        if self._vertical_scrollbar is None:
+            bar = WholeScrollBar(vertical=True, name="vertical", thickness=self.scrollbar_size_vertical)
+            self._vertical_scrollbar = bar
+            bar.display = False
+            self.app._start_widget(self, bar)
+        return self._vertical_scrollbar
+
     def notify_style_update(self) -> None:
         super().notify_style_update()
         self.forget_drawn()
@@ -259,7 +269,7 @@ class Transcript(ScrollView, can_focus=False):
         number = bisect_right(self._first_rows, row) - 1
         inside = row - self._text_row(number) if number >= 0 and row < self.num_rows else -1
         if inside < 0 or self.sections[number].is_folded:
-            return Strip.blank(width, self.base_style)
+            return row_strip([], width, self.base_style)
         section = self.sections[number]
         index, inside = section.place(inside)
         selected = self.text_selection.get_span(row) if self.text_selection is not None else None
