@@ -1,13 +1,11 @@
-"""DeepSeek V4 on CUDA devices: the numbers and tokens of the CPU, packed weights, and two GPUs that share it by NCCL.
+"""DeepSeek V4 on a CUDA device: the numbers and tokens of the CPU, and packed weights.
 
 Needs torch, transformers, safetensors and pytest, and no other package.
 """
 
 from __future__ import annotations
 
-import os
-import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +16,15 @@ from torch import Tensor
 from cases.harness import MODES, Runner, random_prompts, varied_cost
 from fixtures.deepseek_v4 import TINY_SIZES, full_layout, parsed, v4_config, write_tiny_v4
 from fixtures.deepseek_v4_mix import write_v4_mix, write_v4_mix_mtp
-from sparkchat.client import EngineClient
 from sparkchat.models import ForwardBatch
 from sparkchat.models.deepseek_v4.load_plan import packed_bytes
 from sparkchat.models.deepseek_v4.loading import load_drafter, load_trunk
 from sparkchat.models.deepseek_v4.model import DeepseekV4
-from sparkchat.params import GenerateRequest, LoadSpec, SamplingParams
+from sparkchat.params import LoadSpec
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and torch sees none"),
-]
-two_gpus = [
-    pytest.mark.multigpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
 ]
 
 Open = Callable[..., Runner]
@@ -75,32 +68,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Folders:
 
 
 @pytest.fixture(scope="module")
-def opened(folder: Folders) -> Iterator[Open]:
-    """``opened(kind, **spec)``: an engine, loaded once; one over several GPUs closes the one before."""
+def opened(folder: Folders) -> Open:
+    """``opened(kind, **spec)``: an engine, loaded once."""
     from sparkchat.engine.engine import Engine
 
     engines: dict[Any, Runner] = {}
-    teams: list[Any] = []
 
     def get(kind: str, **spec: Any) -> Runner:
         key = (kind, *sorted(spec.items()))
         if key not in engines:
-            if spec.get("tp", 1) > 1:
-                while teams:
-                    team, old = teams.pop()
-                    del engines[old]
-                    team.close()
             settings = {"device": "cuda", "dtype": "float32", "context": 640, "concurrency": 8, **spec}
             path = str(folder(kind))
             engines[key] = Runner(Engine(LoadSpec("fixture", path, path, cost_table=varied_cost(), **settings)))
-            if spec.get("tp", 1) > 1:
-                teams.append((engines[key].engine.pair.team, key))
         return engines[key]
 
-    yield get
-    engines.clear()
-    for team, _ in teams:
-        team.close()
+    return get
 
 
 def ids_of(length: int, vocab: int = 500, seed: int = 0) -> Tensor:
@@ -197,57 +179,3 @@ def test_bfloat16_answers_are_repeated(opened: Open) -> None:
     lines = [{"prompt_ids": p, "mode": "static", "max_tokens": 30, "ignore_eos": True} for p in random_prompts(4, 60)]
     assert runner.engine.info["dtype"] == "fp4+fp8"
     assert runner.ids(lines) == runner.ids(lines)
-
-
-# Two GPUs
-
-
-@pytest.mark.parametrize("marked", [pytest.param(None, marks=two_gpus)])
-@pytest.mark.parametrize("kind", ["mtp", "half"])
-def test_two_gpus_give_the_tokens_of_one(kind: str, marked: None, opened: Open) -> None:
-    prompts = random_prompts(4, 70, seed=53)
-    lines = [{"prompt_ids": prompt, "max_tokens": 24, "ignore_eos": True} for prompt in prompts]
-    alone = opened(kind).ids({**line, "mode": "off"} for line in lines)
-    shared = opened(kind, tp=2)
-    assert shared.engine.info["device"].startswith("2 x ")
-    for mode in ALL_MODES:
-        assert shared.ids({**line, "mode": mode} for line in lines) == alone, mode
-
-
-@pytest.mark.parametrize("marked", [pytest.param(None, marks=two_gpus)])
-def test_two_gpus_give_the_logits_of_one(marked: None, opened: Open) -> None:
-    one, two = opened("half"), opened("half", tp=2)
-    wanted, found = (outputs(r.engine.pair.target, GPU, ids_of(60), SIZES) for r in (one, two))
-    assert relative(found, wanted) < 1e-4
-
-
-@pytest.mark.parametrize("marked", [pytest.param(None, marks=two_gpus)])
-def test_two_gpus_in_bfloat16_stay_close_to_one(marked: None, opened: Open) -> None:
-    one, two = opened("half", dtype="auto"), opened("half", dtype="auto", tp=2)
-    wanted, found = (outputs(r.engine.pair.target, GPU, ids_of(60), SIZES) for r in (one, two))
-    assert relative(found, wanted) < 0.05
-
-
-@pytest.mark.parametrize("marked", [pytest.param(None, marks=two_gpus)])
-def test_a_rank_that_dies_ends_the_engine_with_one_line(marked: None, folder: Folders) -> None:
-    path = str(folder("tiny"))
-    spec = LoadSpec("v4", path, path, device="cuda", context=4000, tp=2, cost_table=varied_cost())
-    with EngineClient(spec) as client:
-        assert wait_for(client, "ready", "crashed", "error")["event"] == "ready"
-        sampling = SamplingParams(max_tokens=3900, ignore_eos=True)
-        client.generate(GenerateRequest("r", prompt_ids=(5, 6), mode="static", sampling=sampling))
-        wait_for(client, "delta")
-        for task in Path(f"/proc/{client.pid}/task").iterdir():
-            for child in (task / "children").read_text().split():
-                os.kill(int(child), signal.SIGKILL)
-        end = wait_for(client, "crashed", "end")
-        assert end["event"] == "crashed"
-        assert "rank 1 of 2 was ended by SIGKILL" in end["message"]
-
-
-def wait_for(client: EngineClient, *kinds: str) -> dict[str, Any]:
-    for _ in range(1000):
-        for event in client.poll(120):
-            if event["event"] in kinds:
-                return event
-    raise AssertionError(f"none of {kinds} came")
