@@ -1,4 +1,4 @@
-"""A program: what two devices that share DeepSeek V4 give is what one gives. Its arguments: SECONDS CHECK DEVICE FOLDER.
+"""A program: two devices that share DeepSeek V4 give what one gives. Its arguments: SECONDS CHECK DEVICE FOLDER.
 
 It runs apart from pytest, for a rank that ends takes its engine's process with it, and one that hangs is shown here.
 """
