@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
 import torch
 from torch import Tensor
 
@@ -17,6 +20,23 @@ PRODUCTS = (
     ("head", VOCAB, D, "none"),
 )
 ROTATE_BYTES = 400 << 20
+
+
+Run = Callable[[int], None]
+
+
+@dataclass
+class Case:
+    """Something to time."""
+
+    name: str
+    bytes: int
+    """That must be read."""
+    sets: int
+    """Sets of inputs; a run takes the number of one."""
+    variants: dict[str, Run]
+    peer: Run | None = None
+    found: dict[str, float] = field(default_factory=dict)
 
 
 class Maker:

@@ -1,4 +1,5 @@
-"""Every kernel of a decode step beside cuBLAS or torch and beside its floor, at the shapes of Qwen3-8B.
+"""Every kernel of a decode step beside cuBLAS or torch and beside its floor, at the shapes of Qwen3-8B,
+and of a rank of two of DeepSeek-V4-Flash (``--only v4-fp8 v4-experts v4-route --no-steps``).
 
     python benchmarks/kernels.py [--out FILE.json] [--commit ID] [--only NAME ...]
 
@@ -17,7 +18,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,9 +29,10 @@ import torch
 import torch.nn.functional as F
 import triton
 from gpu_timing import machine, read_bandwidth, time_graph
-from kernel_inputs import DIM, HALF, HEADS, KV, PRODUCTS, RANK, VOCAB, D, Maker, logits_of, settings_of
+from kernel_inputs import DIM, HALF, HEADS, KV, PRODUCTS, RANK, VOCAB, Case, D, Maker, Run, logits_of, settings_of
 from kernel_steps import KINDS, Step, time_steps
 from torch import Tensor
+from v4_products import V4_GROUPS
 
 from sparkchat.kernels.accept import AcceptBuffers
 from sparkchat.kernels.accept import kernel as accept_kernel
@@ -46,23 +48,6 @@ from sparkchat.kernels.markov.kernel import launch_markov_block
 from sparkchat.kernels.norm.kernel import launch_add_rms_norm
 from sparkchat.kernels.planner.kernel import launch_plan_lengths
 from sparkchat.kernels.rope.kernel import launch_write_qkv
-
-Run = Callable[[int], None]
-
-
-@dataclass
-class Case:
-    """Something to time."""
-
-    name: str
-    bytes: int
-    """That must be read."""
-    sets: int
-    """Sets of inputs; a run takes the number of one."""
-    variants: dict[str, Run]
-    peer: Run | None = None
-    found: dict[str, float] = field(default_factory=dict)
-
 
 # Small products
 
@@ -284,6 +269,7 @@ GROUPS: dict[str, Callable[[Maker], Iterator[Case]]] = {
     "attention": attention_cases,
     "small": small_cases,
     "sampling": sampling_cases,
+    **V4_GROUPS,
 }
 
 

@@ -1,4 +1,4 @@
-"""The experts of a layer for a few rows: codes of 4 bits stay so in memory, and an expert is read once for all its rows.
+"""The experts of a layer for a few rows: codes of 4 bits stay so in memory, an expert is read once for all its rows.
 
 The expert that every row goes to is part of the same launches. Deterministic: every choice writes to a place of its
 own, and the places are added in order.
@@ -25,29 +25,35 @@ class ExpertBuffers:
     inner: Tensor
     """[N * k + N, width] half: gate times up of every choice, then of the shared expert"""
     parts: Tensor
-    """[N, k + 1, d] float32: the output of every choice in ascending order of experts, then the shared one's"""
+    """[k + 1, N, d] float32: the outputs of a row's choices, experts ascending, then the shared one's: partial sums"""
 
     @classmethod
     def empty(cls, rows: int, per_row: int, weights: TiledExperts, dtype: torch.dtype) -> ExpertBuffers:
         device = weights.gate.tiles.device
         width, size = weights.shared_gate.shape
         inner = torch.empty((rows * (per_row + 1), width), dtype=dtype, device=device)
-        return cls(inner, torch.empty((rows, per_row + 1, size), device=device))
+        return cls(inner, torch.empty((per_row + 1, rows, size), device=device))
 
 
 def run_experts(
-    x: Tensor, weights: TiledExperts, routing: Routing, buffers: ExpertBuffers, *, limit: float, is_rounded: bool = False
+    x: Tensor,
+    weights: TiledExperts,
+    routing: Routing,
+    buffers: ExpertBuffers,
+    *,
+    limit: float,
+    is_rounded: bool = False,
 ) -> None:
     """Fill ``buffers.parts`` from x [N, d] half.
 
-    An expert is w2(silu(w1 x) * w3 x * weight): w1 x clamped above by ``limit``, w3 x on both sides, the product rounded
-    to x's dtype; the shared one has weight 1. ``is_rounded``: inputs of products are first rounded as fp8 products
-    round theirs, e4m3 with a power of two for each row's 128 inputs. Raises ValueError for wrong shapes.
+    An expert is w2(silu(w1 x) * w3 x * weight): w1 x clamped above by ``limit``, w3 x on both sides, the product
+    rounded to x's dtype; the shared one has weight 1. ``is_rounded``: inputs of products are first rounded as fp8
+    products round theirs, e4m3 with a power of two for each row's 128 inputs. Raises ValueError for wrong shapes.
     """
     width, size = weights.shared_gate.shape
     rows, per_row = routing.weights.shape
     wanted = {"x": (x, (rows, size)), "inner": (buffers.inner, (rows * (per_row + 1), width)),
-              "parts": (buffers.parts, (rows, per_row + 1, size))}  # fmt: skip
+              "parts": (buffers.parts, (per_row + 1, rows, size))}  # fmt: skip
     for name, (tensor, shape) in wanted.items():
         if tuple(tensor.shape) != shape or tensor.stride(-1) != 1 or (name != "x" and not tensor.is_contiguous()):
             raise ValueError(f"{name} is {tuple(tensor.shape)} with strides {tensor.stride()}; it must be {shape}")
@@ -61,7 +67,7 @@ def run_experts(
 
 
 def add_parts(parts: Tensor, out: Tensor) -> None:
-    """out [N, d] half or float32 = the sum of parts [N, P, d] float32 over P, in order."""
+    """out [N, d] half or float32 = the sum of parts [P, N, d] float32, in order."""
     if not parts.is_cuda:
         add_parts_reference(parts, out)
         return

@@ -96,7 +96,7 @@ def _down(
             inner_ptr + (num_rows * PER_ROW + row).to(tl.int64) * (STEPS * 128), row < num_rows,
             first, first + STEPS * 2048, scales, scales, 0, STEPS, STEPS, ROWS, WARPS, STAGES, ROUND,
         )  # fmt: skip
-        to = to_row * (PER_ROW + 1) + PER_ROW
+        to = PER_ROW * num_rows + to_row
     else:
         expert, is_row, choice = _chosen_rows(item - shared_items, items_ptr, counts_ptr, lists_ptr, list_size, at)
         begin = (expert.to(tl.int64) * (SIZE // 16) + 2 * pair) * STEPS
@@ -106,21 +106,21 @@ def _down(
             scales, scales + STEPS * 16, STEPS, ROWS, WARPS, STAGES, ROUND,
         )  # fmt: skip
         _, is_out, choice = _chosen_rows(item - shared_items, items_ptr, counts_ptr, lists_ptr, list_size, out_at)
-        to = choice // PER_ROW * (PER_ROW + 1) + choice % PER_ROW
+        to = choice % PER_ROW * num_rows + choice // PER_ROW
     out = parts_ptr + to[None, :].to(tl.int64) * SIZE + (pair * 32 + tl.arange(0, 16))[:, None]
     tl.store(out, one, mask=is_out[None, :])
     tl.store(out + 16, two, mask=is_out[None, :])
 
 
 @triton.jit
-def _add_parts(parts_ptr, out_ptr, size, PLACES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _add_parts(parts_ptr, out_ptr, size, part_stride, PLACES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < size
     wait(PDL)
     total = tl.zeros((BLOCK,), tl.float32)
     for place in tl.static_range(PLACES):
-        total += tl.load(parts_ptr + (row * PLACES + place) * size + column, mask=inside, other=0.0)
+        total += tl.load(parts_ptr + place * part_stride + row * size + column, mask=inside, other=0.0)
     tl.store(out_ptr + row * size + column, total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -157,7 +157,7 @@ def launch_down(
     is_rounded: bool,
     plan: ExpertPlan | None = None,
 ) -> None:
-    """parts [N, k + 1, d] = every choice's output, experts ascending, then the shared one's."""
+    """parts [k + 1, N, d] = every choice's output, experts ascending, then the shared one's."""
     rows, per_row = routing.weights.shape
     experts, size, half = weights.down.tiles.shape
     plan, tile = plan or plan_of(2 * half), row_tile(rows)
@@ -173,9 +173,9 @@ def launch_down(
 
 def launch_add_parts(parts: Tensor, out: Tensor) -> None:
     """See ``add_parts``."""
-    rows, places, size = parts.shape
+    places, rows, size = parts.shape
     block = min(1024, power_of_two(size))
     launch(
-        _add_parts, (rows, -(-size // block)), parts, out, size, PLACES=places, BLOCK=block,
+        _add_parts, (rows, -(-size // block)), parts, out, size, parts.stride(0), PLACES=places, BLOCK=block,
         num_warps=max(1, block // 256),
     )  # fmt: skip

@@ -32,15 +32,15 @@ def run_experts_reference(
         choices = (routing.chosen.flatten() == expert).nonzero().flatten()
         value = activated(x[choices // per_row], *(dense_fp4(bank, expert) for bank in (weights.gate, weights.up)))
         inner[choices] = (value * routing.weights.flatten()[choices, None]).to(inner.dtype)
-        parts[choices // per_row, choices % per_row] = product(inner[choices], dense_fp4(weights.down, expert))
+        parts[choices % per_row, choices // per_row] = product(inner[choices], dense_fp4(weights.down, expert))
     shared = [_dense_fp8(weight) for weight in (weights.shared_gate, weights.shared_up, weights.shared_down)]
     inner[rows * per_row :] = activated(x, shared[0], shared[1]).to(inner.dtype)
-    parts[:, per_row] = product(inner[rows * per_row :], shared[2])
+    parts[per_row] = product(inner[rows * per_row :], shared[2])
 
 
 def add_parts_reference(parts: Tensor, out: Tensor) -> None:
     """See ``add_parts``."""
-    out.copy_(sum_of_parts(parts.transpose(0, 1)))
+    out.copy_(sum_of_parts(parts))
 
 
 def dense_fp4(bank: TiledBank, expert: int) -> Tensor:

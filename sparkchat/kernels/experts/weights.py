@@ -18,6 +18,8 @@ from sparkchat.kernels.tiles.packing import (
     unpack_fp4_scales,
 )
 
+_AT_ONCE = 16
+
 
 @dataclass(frozen=True)
 class TiledBank:
@@ -32,10 +34,10 @@ class TiledBank:
     def in_place(cls, codes: Tensor, scales: Tensor) -> TiledBank:
         """codes [E, out, in/2] int8 and scales [E, out, in/32] uint8 as published; ``codes`` are overwritten.
 
-        An expert at a time, so that no second copy of the bank is ever in memory.
+        Some experts at a time, so that no second copy of the bank is ever in memory.
         """
-        for expert in codes:
-            expert.copy_(pack_fp4(expert))
+        for some in codes.split(_AT_ONCE):
+            some.copy_(pack_fp4(some))
         return cls(codes, pack_fp4_scales(scales))
 
     def codes(self, expert: int) -> Tensor:

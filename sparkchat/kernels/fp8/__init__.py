@@ -58,7 +58,9 @@ def fp8_linear(x: Tensor, weight: TiledFp8, out: Tensor, *, groups: int = 1, is_
     outs, size = weight.shape
     parts = (weight.splits(),) if out.dim() == 3 else ()
     if x.shape[1] != groups * size or tuple(out.shape) != (*parts, x.shape[0], outs) or outs % (32 * groups):
-        raise ValueError(f"x {tuple(x.shape)}, weight {(outs, size)} and {groups} groups do not give {tuple(out.shape)}")
+        raise ValueError(
+            f"x {tuple(x.shape)}, weight {(outs, size)} and {groups} groups do not give {tuple(out.shape)}"
+        )
     if x.stride(1) != 1 or out.stride(-1) != 1:
         raise ValueError("numbers of a row must lie side by side")
     if not x.is_cuda:

@@ -33,9 +33,8 @@ class Fp8Plan:
         return -(-(size // STEP) // self.splits)
 
 
-TRIED = tuple(
-    Fp8Plan(warps, splits, stages) for warps in (2, 4, 8) for splits in (1, 2, 4, 8) for stages in (2, 3, 4, 6)
-)
+TRIED = ((4, 2), (4, 3), (4, 5), (8, 2), (8, 3), (2, 5))
+"""Warps and stages."""
 _MOST_SHARED = 225_000
 
 
@@ -43,7 +42,9 @@ _MOST_SHARED = 225_000
 def plan_of(out: int, size: int, has_parts: bool = True) -> Fp8Plan:
     """The plan of a weight [out, size]; ``has_parts``: whether parts of the inputs may be summed apart."""
     programs, steps = out // (2 * OUTS), size // STEP
-    warps = 4 if steps >= 4 else 1 << (steps.bit_length() - 1)
+    # Where programs are few and must sum all inputs, more warps bring more bytes on their way at once.
+    most = 8 if not has_parts and programs <= MULTIPROCESSORS and steps >= 16 else 4
+    warps = min(most, 1 << (steps.bit_length() - 1))
     splits = 1
     # About three programs on every multiprocessor, each with at least two steps for every warp.
     while has_parts and splits < 8 and programs * splits < 3 * MULTIPROCESSORS and steps >= 4 * splits * warps:
@@ -61,14 +62,10 @@ def shared_bytes(plan: Fp8Plan, rows: int, bytes_of_step: int = 2 * 16 * STEP) -
     return plan.stages * plan.warps * (bytes_of_step + row_tile(rows) * STEP * 2)
 
 
-def tried(size: int, rows: int, has_parts: bool) -> list[Fp8Plan]:
-    """Plans worth timing for a weight of ``size`` inputs."""
-    steps = size // STEP
-    return [
-        plan
-        for plan in TRIED
-        if (plan.splits == 1 or has_parts)
-        and plan.warps * plan.splits <= steps
-        and shared_bytes(plan, rows) <= _MOST_SHARED
-        and (plan.stages <= 2 or plan.stages - 1 <= plan.part(size) // plan.warps)
-    ]
+def tried(out: int, size: int, rows: int, has_parts: bool) -> list[Fp8Plan]:
+    """Plans worth timing for a weight [out, size], the one in use first."""
+    used, steps = plan_of(out, size, has_parts), size // STEP
+    splits = [n for n in (used.splits // 2, used.splits, 2 * used.splits) if n] if has_parts else [1]
+    plans = [used, *(Fp8Plan(warps, parts, stages) for parts in splits for warps, stages in TRIED)]
+    fit = [p for p in plans if p.warps * p.splits <= steps and shared_bytes(p, rows) <= _MOST_SHARED]
+    return list(dict.fromkeys(fit))

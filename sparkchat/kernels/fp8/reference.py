@@ -12,9 +12,7 @@ from sparkchat.kernels.tiles.packing import STEP
 _LEAST, _MOST = 1e-4, 448.0
 
 
-def fp8_linear_reference(
-    x: Tensor, codes: Tensor, scales: Tensor, out: Tensor, groups: int, is_rounded: bool
-) -> None:
+def fp8_linear_reference(x: Tensor, codes: Tensor, scales: Tensor, out: Tensor, groups: int, is_rounded: bool) -> None:
     """See ``fp8_linear``. Computes in float32."""
     (outs, size), values = codes.shape, dequantise(codes, scales)
     plan = plan_of(outs, size, out.dim() == 3)

@@ -10,7 +10,7 @@ from sparkchat.kernels.experts.plan import row_tile
 from sparkchat.kernels.gate.routing import Routing
 from sparkchat.kernels.launch import check_flat, launch, power_of_two, wait
 
-MOST_ROWS = 32
+MOST_ROWS = 16
 """Of a block."""
 
 
@@ -75,7 +75,10 @@ def _route(
         weight = score / sum_of_chosen[:, None] * scale
         place = tl.cumsum(named, axis=1) - named
         before = total[None, :] + tl.cumsum(named, axis=0) - named
-        for again in tl.static_range(PER_ROW if HAS_TABLE else 1):
+        most = 1
+        if HAS_TABLE:
+            most = tl.max(tl.max(named, axis=1), axis=0)
+        for again in range(most):
             is_named = named > again
             choice = row[:, None] * PER_ROW + place + again
             tl.store(weights_ptr + choice, weight, mask=is_named)
@@ -87,7 +90,7 @@ def _route(
     tl.store(counts_ptr + 1 + expert, total, mask=is_expert)
     tiles = (total + TILE - 1) // TILE
     first_item = tl.cumsum(tiles, axis=0) - tiles
-    for tile in range(0, tl.max(tiles, axis=0)):
+    for tile in range(tl.max(tiles, axis=0)):
         tl.store(items_ptr + first_item + tile, expert + tile * (TILE * 65536), mask=tile < tiles)
     tl.store(counts_ptr, tl.sum(tiles, axis=0))
 

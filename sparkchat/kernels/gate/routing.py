@@ -30,9 +30,9 @@ class Routing:
         """Buffers for so many rows; they may stand in a CUDA graph and be used again for as many rows."""
 
         def ints(*shape: int) -> Tensor:
-            return torch.zeros(shape, dtype=torch.int32, device=device)
+            return torch.empty(shape, dtype=torch.int32, device=device)
 
-        weights = torch.zeros((rows, per_row), device=device)
+        weights = torch.empty((rows, per_row), device=device)
         return cls(
             weights, ints(rows, per_row), ints(experts, rows * per_row), ints(1 + experts),
             ints(most_items(rows, per_row, experts)),

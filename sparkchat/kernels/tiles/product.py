@@ -1,8 +1,8 @@
 """Products of few rows with two tiles of 16 outputs whose codes lie as packing.py says; parts of other kernels.
 
-Each warp of a program takes every WARPS-th step of 128 inputs, expands its codes in registers to bfloat16 and multiplies
-by the 16 x 8 x 16 instruction, whatever the number of rows is; the warps' sums are added at the end. So the order in
-which an output is summed depends on the weight's shape and WARPS alone, never on the rows beside it.
+Each warp of a program takes every WARPS-th step of 128 inputs, expands its codes in registers to bfloat16 and
+multiplies by the 16 x 8 x 16 instruction, whatever the number of rows is; the warps' sums are added at the end. So the
+order in which an output is summed depends on the weight's shape and WARPS alone, never on the rows beside it.
 
 Tiles come to shared memory by asynchronous copies, STAGES deep, and from there in the order of the instruction's
 operands: no exchange between lanes, and none of the weight between warps.

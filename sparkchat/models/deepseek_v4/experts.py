@@ -9,15 +9,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sparkchat.kernels.experts import ExpertBuffers, TiledExperts, add_parts, run_experts
 from sparkchat.models.deepseek_v4.activation import silu
 from sparkchat.models.deepseek_v4.config import DeepseekV4Config
+from sparkchat.models.deepseek_v4.formats import Stored
 from sparkchat.models.deepseek_v4.gate import Gate
-from sparkchat.models.deepseek_v4.packed import WeightBank
+from sparkchat.models.deepseek_v4.packed import WeightBank, tiled
 from sparkchat.models.deepseek_v4.scope import Scope
 from sparkchat.models.linear import Linear
 
 Projections = tuple[Linear, Linear, Linear]
 NAMES = ("w1", "w2", "w3")
+MOST = 1024
+"""Rows that the experts' kernels take at once; their buffers hold k + 1 outputs of each."""
 
 
 class Expert:
@@ -45,21 +49,41 @@ class ExpertMixture:
         """``scope``: ffn of a layer."""
         self.gate = Gate(scope, config, is_hashed=is_hashed)
         shared = scope.within("shared_experts")
-        w1, w2, w3 = (shared.linear(name, has_fp8_input=True) for name in NAMES)
-        self._shared = Expert((w1, w2, w3), config)
+        stored = [shared.weight(name) for name in NAMES]
         self.banks = {name: _bank(scope, config, name) for name in NAMES} if scope.is_packed else {}
         """Packed weights of all experts by name, each in one piece."""
+        self._limit, self._is_rounded, self._group = config.swiglu_limit, scope.has_roundings, scope.group
+        self._tiles = _tiles(scope, self.banks, stored) if self.gate.has_kernel else None
+        if self._tiles is not None:
+            self.banks = {}
+            return
+        w1, w2, w3 = (shared.multiply_by(weight, None, True) for weight in stored)
+        self._shared = Expert((w1, w2, w3), config)
         self._experts = [
             Expert(_banked(scope, self.banks, index) if self.banks else _expert(scope, index), config)
             for index in range(config.num_experts)
         ]
-        self._group = scope.group
 
     def __call__(self, x: Tensor, token_ids: Tensor, asks_host: bool = True) -> Tensor:
         """x [N, d], token_ids [N] -> [N, d] in x's dtype. ``asks_host``: as of ``Sight``."""
+        if self._tiles is not None:
+            # Rows know nothing of each other, so that cutting a long prompt changes no bit.
+            parts = [
+                self._by_kernels(*cut, self._tiles) for cut in zip(x.split(MOST), token_ids.split(MOST), strict=True)
+            ]
+            return self._group.sum(parts[0] if len(parts) == 1 else torch.cat(parts)).to(x.dtype)
         weights, chosen = self.gate(x, token_ids)
         mix = self.mix if asks_host else self.mix_of_all
         return self._group.sum(mix(x, weights, chosen) + self._shared(x)).to(x.dtype)
+
+    def _by_kernels(self, x: Tensor, token_ids: Tensor, tiles: TiledExperts) -> Tensor:
+        """This rank's part of the sum [N, d] float32, the shared expert's in it."""
+        routing = self.gate.route(x, token_ids)
+        buffers = ExpertBuffers.empty(*routing.weights.shape, tiles, x.dtype)
+        run_experts(x, tiles, routing, buffers, limit=self._limit, is_rounded=self._is_rounded)
+        total = torch.empty(x.shape, device=x.device)
+        add_parts(buffers.parts, total)
+        return total
 
     def mix(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """x [N, d], weights [N, k] float32, chosen [N, k] ascending -> this rank's part of the sum [N, d] float32"""
@@ -76,6 +100,18 @@ class ExpertMixture:
             weight = torch.where(is_sent, weights, 0.0).sum(dim=-1, keepdim=True)
             total += torch.where(is_sent.any(dim=-1, keepdim=True), expert(x, weight), 0.0)
         return total
+
+
+def _tiles(scope: Scope, banks: dict[str, WeightBank], shared: list[Stored]) -> TiledExperts | None:
+    """All experts of a layer as kernels read them; None where some do not lie in tiles. ``banks`` are used up."""
+    if not all(banks[name].has_tiles() for name in NAMES):
+        return None
+    w1, w2, w3 = (tiled(weight, scope.device) for weight in shared)
+    if w1 is None or w2 is None or w3 is None:
+        return None
+    gate, down, up = (banks[name].tiled() for name in NAMES)
+    assert gate is not None and up is not None and down is not None
+    return TiledExperts(gate, up, down, w1, w3, w2)
 
 
 def _expert(scope: Scope, index: int) -> Projections:

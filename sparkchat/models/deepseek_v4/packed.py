@@ -1,7 +1,8 @@
 """Projections that stay in memory as they are stored, and how they are multiplied.
 
 This is the one place where it is decided what multiplies a stored weight. The reference unpacks it for every use, which
-gives bit for bit what unpacking once gives; a kernel that reads the codes themselves takes its place in ``keep``.
+gives bit for bit what unpacking once gives; on a GPU kernels that read the codes themselves take its place where a
+weight lies in their tiles.
 """
 
 from __future__ import annotations
@@ -9,10 +10,22 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from sparkchat.models.deepseek_v4.formats import ScaledWeight, Stored, dense
+from sparkchat.kernels.experts import TiledBank
+from sparkchat.kernels.experts import weights as expert_weights
+from sparkchat.kernels.fp8 import TiledFp8, fp8_linear, takes
+from sparkchat.models.deepseek_v4.formats import FP8_BLOCK, ScaledWeight, Stored, decode_scales, dense
 from sparkchat.models.linear import Linear, make_linear
+
+MOST_ROWS = 512
+"""Rows that a kernel multiplies; of more, as in a long prompt, a weight is unpacked once for all of them."""
+
+
+def has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether kernels multiply stored weights there by inputs of ``dtype``, in the shapes that they take."""
+    return device.type == "cuda" and dtype == torch.bfloat16
 
 
 class StoredLinear:
@@ -27,6 +40,37 @@ class StoredLinear:
     def __call__(self, x: Tensor, is_long: bool = False) -> Tensor:
         plain = dense(self.weight, self.dtype)
         return make_linear(plain, None, device=plain.device, dtype=self.dtype)(x, is_long)
+
+
+class TiledLinear:
+    """Codes of 8 bits multiplied as they are, by ``sparkchat.kernels.fp8``."""
+
+    kernel = "fp8-tiles"
+
+    def __init__(self, weight: TiledFp8, dtype: torch.dtype) -> None:
+        """``dtype`` of inputs and outputs."""
+        self.weight, self.dtype = weight, dtype
+
+    def __call__(self, x: Tensor, is_long: bool = False) -> Tensor:
+        if x.shape[0] > MOST_ROWS:
+            return F.linear(x, _dense_tiles(self.weight, self.dtype))
+        out = torch.empty((x.shape[0], self.weight.shape[0]), dtype=self.dtype, device=x.device)
+        fp8_linear(x if x.stride(-1) == 1 else x.contiguous(), self.weight, out)
+        return out
+
+
+def tiled(weight: Stored, device: torch.device) -> TiledFp8 | None:
+    """A weight of 8 bits in the order of tiles, on the device; None where its shape or form does not lie in them."""
+    if not isinstance(weight, ScaledWeight) or not takes(weight.codes, weight.block):
+        return None
+    return TiledFp8.of(weight.codes.to(device), decode_scales(weight.scales).to(device))
+
+
+def _dense_tiles(weight: TiledFp8, dtype: torch.dtype) -> Tensor:
+    """[out, in]"""
+    outs, size = weight.shape
+    rows = weight.scales.repeat_interleave(FP8_BLOCK[0], dim=0)[:outs]
+    return (weight.codes().float().view(outs, -1, FP8_BLOCK[1]) * rows.unsqueeze(-1)).view(outs, size).to(dtype)
 
 
 class WeightBank:
@@ -61,12 +105,27 @@ class WeightBank:
             return self.codes[index]
         return ScaledWeight(self.codes[index], self.scales[index], self.block)
 
+    def tiled(self) -> TiledBank | None:
+        """The bank in the order of tiles, in the same memory, after which this one means nothing; None where its form
+        does not lie in them.
+        """
+        if not self.has_tiles():
+            return None
+        assert self.scales is not None
+        return TiledBank.in_place(self.codes, self.scales)
+
+    def has_tiles(self) -> bool:
+        """Whether ``tiled`` gives a bank."""
+        return self.scales is not None and expert_weights.takes(self.codes, self.scales, self.block)
+
 
 def keep(weight: Stored, dtype: torch.dtype, device: torch.device) -> Linear:
     """A projection by a weight that stays as it is stored; one of plain numbers in ``dtype`` needs no unpacking."""
     weight = weight.to(device)
     if isinstance(weight, Tensor) and weight.dtype == dtype:
         return make_linear(weight, None, device=device, dtype=dtype)
+    if has_kernels(device, dtype) and (tiles := tiled(weight, device)) is not None:
+        return TiledLinear(tiles, dtype)
     return StoredLinear(weight, dtype)
 
 

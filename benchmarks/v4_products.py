@@ -1,0 +1,197 @@
+"""What benchmarks/kernels.py times of a layer of DeepSeek-V4-Flash on one of two GPUs: projections, router, experts.
+
+Plans that win are written into sparkchat/kernels/{fp8,experts}/plan.py by hand; those that change the order of sums
+(warps, splits) for one weight shape and all numbers of rows alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from kernel_inputs import HALF, Case, Maker, Run
+from torch import Tensor
+
+from sparkchat.kernels.experts import ExpertBuffers, TiledBank, TiledExperts
+from sparkchat.kernels.experts.kernel import launch_add_parts, launch_down, launch_gate_up
+from sparkchat.kernels.experts.plan import TRIED, ExpertPlan
+from sparkchat.kernels.experts.plan import plan_of as expert_plan_of
+from sparkchat.kernels.fp8 import TiledFp8
+from sparkchat.kernels.fp8.kernel import launch_fp8_linear
+from sparkchat.kernels.fp8.plan import Fp8Plan, tried
+from sparkchat.kernels.gate import Routing
+from sparkchat.kernels.gate.kernel import launch_route
+from sparkchat.kernels.gemm import gemm_splits
+from sparkchat.kernels.gemm.kernel import launch_small_gemm
+from sparkchat.kernels.launch import overlap
+
+D, WIDTH, EXPERTS, PER_ROW = 4096, 1024, 256, 6
+LINEARS = (
+    ("wq_a and wkv", 1536, D, True),
+    ("wq_b", 16384, 1024, False),
+    ("index wq_b", 8192, 1024, False),
+    ("wo_a", D, D, False),
+    ("wo_b", D, D, True),
+    ("main_proj", D, 3 * D, True),
+)
+"""Outputs, inputs, whether the inputs may be summed in parts. wo_a: all groups of heads in one launch."""
+ROWS = (1, 6, 16, 64)
+NIBBLES_SCALE = 120
+"""e8m0: 2^-7, as made-up weights have it."""
+
+
+def tiles_of(make: Maker, out: int, size: int) -> TiledFp8:
+    tiles = torch.zeros(out, size, dtype=torch.int8, device=make.device)
+    if make.is_real:
+        tiles.view(torch.float8_e4m3fn).copy_(make.half(out, size, scale=1.0))
+    return TiledFp8(tiles, torch.full((-(-out // 128), size // 128), 2.0**-6, device=make.device))
+
+
+def linear_cases(make: Maker) -> Iterator[Case]:
+    for name, out, size, has_parts in LINEARS:
+        count = make.sets(out * size)
+        weights = [tiles_of(make, out, size) for _ in range(count)]
+        for rows in ROWS:
+            plans = tried(out, size, rows, has_parts)
+            # One row runs the program of six; of larger tiles the plan in use alone is timed.
+            yield linear_case(make, f"{name} {rows} rows", weights, rows, plans if rows == 6 else plans[:1], has_parts)
+
+
+def linear_case(
+    make: Maker, name: str, weights: list[TiledFp8], rows: int, plans: list[Fp8Plan], has_parts: bool
+) -> Case:
+    out, size = weights[0].shape
+    x, plain = make.half(rows, size, scale=1.0), make.half(out, size) if make.is_real else None
+
+    def runner(plan: Fp8Plan) -> Run:
+        shape = (plan.splits, rows, out) if has_parts else (rows, out)
+        to = torch.empty(shape, dtype=torch.float32 if has_parts else HALF, device=make.device)
+        return lambda i: launch_fp8_linear(
+            x, weights[i].tiles, weights[i].scales, to, 1, False, has_parts, plan
+        )  # fmt: skip
+
+    variants = {f"warps {p.warps} split {p.splits} stages {p.stages}": runner(p) for p in plans}
+    # cuBLAS with the same weight in bfloat16, which is what unpacking once would run: twice the bytes.
+    peer = None if plain is None else lambda i: _drop(F.linear(x, plain))
+    return Case(name, out * size, len(weights), variants, peer)
+
+
+@dataclass
+class Layer:
+    """The experts of one layer, and ways to go through them."""
+
+    weights: TiledExperts
+    gate: Tensor
+    bias: Tensor
+
+    @classmethod
+    def make(cls, make: Maker) -> Layer:
+        def bank(out: int, size: int) -> TiledBank:
+            if not make.is_real:
+                tiles = torch.zeros(1, out, size // 2, dtype=torch.int8).expand(EXPERTS, -1, -1)
+                scales = torch.zeros(1, out // 16, size // 128, 16, dtype=torch.int32).expand(EXPERTS, -1, -1, -1)
+                return TiledBank(tiles, scales)
+            tiles = torch.empty(EXPERTS, out, size // 2, dtype=torch.int8, device=make.device).random_(-128, 128)
+            word = NIBBLES_SCALE * 0x01010101
+            shape = (EXPERTS, out // 16, size // 128, 16)
+            return TiledBank(tiles, torch.full(shape, word, dtype=torch.int32, device=make.device))
+
+        shared = tiles_of(make, WIDTH, D), tiles_of(make, WIDTH, D), tiles_of(make, D, WIDTH)
+        weights = TiledExperts(bank(WIDTH, D), bank(WIDTH, D), bank(D, WIDTH), *shared)
+        return cls(weights, make.half(EXPERTS, D), make.floats(EXPERTS, scale=0.1))
+
+    def routings(self, make: Maker, rows: int) -> list[Routing]:
+        """As many as read more than the L2 cache holds."""
+        found = []
+        for _ in range(max(2, 10 // rows) if make.is_real else 1):
+            routing, logits = Routing.empty(rows, PER_ROW, EXPERTS, make.device), make.floats(rows, EXPERTS)
+            if make.is_real:
+                launch_route(logits, routing, 1.5, self.bias, None, None)
+            found.append(routing)
+        return found
+
+
+def bytes_of(routings: list[Routing], make: Maker) -> tuple[int, int]:
+    """Bytes of gate and up, and of down, that a run must read: the mean over the routings."""
+    hit = sum(len(r.chosen.unique()) for r in routings) / len(routings) if make.is_real else 1
+    fp4, fp8 = WIDTH * D * 17 // 32, WIDTH * D
+    return int(2 * (hit * fp4 + fp8)), int(hit * fp4 + fp8)
+
+
+def expert_cases(make: Maker) -> Iterator[Case]:
+    layer = Layer.make(make)
+    for rows in (*ROWS, 384):
+        routings = layer.routings(make, rows)
+        space, x = ExpertBuffers.empty(rows, PER_ROW, layer.weights, HALF), make.half(rows, D, scale=1.0)
+        if make.is_real:
+            space.inner.normal_()
+        first, second = bytes_of(routings, make)
+        for name, size, inputs, run in (
+            ("gate and up", first, D, gate_up(layer, x, routings, space)),
+            ("down", second, WIDTH, down(layer, routings, space)),
+        ):
+            plans = dict.fromkeys((expert_plan_of(inputs), *(TRIED if rows in (6, 64) else ())))
+            variants = {f"warps {p.warps} stages {p.stages}": run(p) for p in plans}
+            yield Case(f"experts {name} {rows} rows", size, len(routings), variants)
+
+
+def gate_up(layer: Layer, x: Tensor, routings: list[Routing], space: ExpertBuffers) -> Callable[[ExpertPlan], Run]:
+    def runner(plan: ExpertPlan) -> Run:
+        return lambda i: launch_gate_up(x, layer.weights, routings[i], space.inner, 10.0, False, plan)
+
+    return runner
+
+
+def down(layer: Layer, routings: list[Routing], space: ExpertBuffers) -> Callable[[ExpertPlan], Run]:
+    def runner(plan: ExpertPlan) -> Run:
+        return lambda i: launch_down(space.inner, layer.weights, routings[i], space.parts, False, plan)
+
+    return runner
+
+
+def route_cases(make: Maker) -> Iterator[Case]:
+    layer = Layer.make(make)
+    for rows in (*ROWS, 384):
+        x = make.half(rows, D, scale=1.0)
+        logits = torch.empty((gemm_splits(layer.gate), rows, EXPERTS), device=make.device)
+        routing = Routing.empty(rows, PER_ROW, EXPERTS, make.device)
+        space, total = ExpertBuffers.empty(rows, PER_ROW, layer.weights, HALF), make.floats(rows, D)
+
+        def scores(i: int, x: Tensor = x, logits: Tensor = logits) -> None:
+            launch_small_gemm(x, layer.gate, logits, None, None, "partials")
+
+        def route(i: int, logits: Tensor = logits, routing: Routing = routing) -> None:
+            launch_route(logits, routing, 1.5, layer.bias, None, None)
+
+        def whole(i: int, x=x, routing=routing, space=space, total=total, scores=scores, route=route) -> None:  # type: ignore[no-untyped-def]
+            scores(i)
+            route(i)
+            launch_gate_up(x, layer.weights, routing, space.inner, 10.0, False)
+            launch_down(space.inner, layer.weights, routing, space.parts, False)
+            launch_add_parts(space.parts, total)
+
+        def overlapped(i: int, whole: Run = whole) -> None:
+            with overlap():
+                whole(i)
+
+        if make.is_real:
+            scores(0)
+            route(0)
+        size = sum(bytes_of([routing], make)) + 2 * EXPERTS * D
+        yield Case(f"gate scores {rows} rows", 2 * EXPERTS * D, 1, {"used": scores})
+        yield Case(f"route {rows} rows", logits.nbytes, 1, {"used": route})
+        # Always the same experts: of 1 row they stay in the L2 cache, so that this shows what launches cost.
+        yield Case(f"a layer's mixture {rows} rows", size, 1, {"used": whole, "overlapped": overlapped})
+
+
+def _drop(value: Tensor) -> None:
+    del value
+
+
+V4_GROUPS: dict[str, Callable[[Maker], Iterator[Case]]] = {
+    "v4-fp8": linear_cases,
+    "v4-experts": expert_cases,
+    "v4-route": route_cases,
+}

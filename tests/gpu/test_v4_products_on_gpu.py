@@ -1,0 +1,185 @@
+"""Projections, router and experts of DeepSeek-V4-Flash on a GPU at the shapes of one of two ranks, against references.
+
+``tests/kernels`` runs on a GPU as well, where there is one. Needs torch, triton and pytest, and no other package.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and torch sees none"),
+]
+
+CUDA = torch.device("cuda")
+HALF = torch.bfloat16
+D, WIDTH, EXPERTS, PER_ROW, LIMIT = 4096, 1024, 256, 6, 10.0
+
+
+@pytest.fixture(autouse=True)
+def clean() -> Iterator[None]:
+    torch.manual_seed(0)
+    yield
+    torch.cuda.empty_cache()
+
+
+def error(got: Tensor, want: Tensor) -> float:
+    """Relative size of the difference."""
+    return float((got.float() - want.float()).norm() / want.float().norm())
+
+
+def normal(*shape: int) -> Tensor:
+    return torch.randn(shape, device=CUDA).to(HALF)
+
+
+def fp8_of(out: int, size: int):  # type: ignore[no-untyped-def]
+    from sparkchat.kernels.fp8 import TiledFp8
+
+    scales = torch.rand(-(-out // 128), size // 128, device=CUDA) * size**-0.5 + 1e-3
+    return TiledFp8.of(normal(out, size).to(torch.float8_e4m3fn), scales)
+
+
+@pytest.mark.parametrize(("out", "size"), [(1536, D), (16384, 1024), (D, D), (D, 3 * D)])
+@pytest.mark.parametrize("has_parts", [False, True])
+@pytest.mark.parametrize("is_rounded", [False, True])
+def test_projections(out: int, size: int, has_parts: bool, is_rounded: bool) -> None:
+    from sparkchat.kernels.fp8 import fp8_linear
+    from sparkchat.kernels.fp8.reference import fp8_linear_reference
+
+    weight = fp8_of(out, size)
+
+    def product(x: Tensor) -> Tensor:
+        parts = (weight.splits(),) if has_parts else ()
+        to = torch.full((*parts, x.shape[0], out), float("nan"), device=CUDA)
+        fp8_linear(x, weight, to, is_rounded=is_rounded)
+        return to
+
+    x = normal(70, size)
+    together, want = product(x), torch.empty(70, out, device=CUDA)
+    fp8_linear_reference(x, weight.codes(), weight.scales, want, 1, is_rounded)
+    assert error(together.sum(0) if has_parts else together, want) < 1e-4
+    # A row's bits do not depend on the rows beside it, whatever tile it lies in.
+    for count in (1, 6, 8, 9, 16, 17, 64):
+        assert torch.equal(product(x[:count].clone()), together[..., :count, :]), count
+
+
+def test_projections_by_groups() -> None:
+    from sparkchat.kernels.fp8 import fp8_linear
+    from sparkchat.kernels.fp8.reference import fp8_linear_reference
+
+    weight, x = fp8_of(D, D), normal(6, 4 * D)
+    got, want = torch.full((6, D), float("nan"), device=CUDA), torch.empty(6, D, device=CUDA)
+    fp8_linear(x, weight, got, groups=4)
+    fp8_linear_reference(x, weight.codes(), weight.scales, want, 4, False)
+    assert error(got, want) < 1e-4
+
+
+@pytest.mark.parametrize("rows", [1, 6, 33, 384])
+@pytest.mark.parametrize("is_hashed", [False, True])
+def test_router(rows: int, is_hashed: bool) -> None:
+    from sparkchat.kernels.gate import Routing, route
+    from sparkchat.kernels.gate.reference import route_reference
+    from sparkchat.kernels.gemm import gemm_splits, small_gemm
+
+    x, weight = normal(rows, D), normal(EXPERTS, D) * D**-0.5
+    weight[7], weight[200] = weight[3], weight[3]  # equal scores
+    logits = torch.full((gemm_splits(weight), rows, EXPERTS), float("nan"), device=CUDA)
+    small_gemm(x, weight, logits, epilogue="partials")
+    assert error(logits.sum(0), x.float() @ weight.float().T) < 1e-5
+    table = torch.stack([torch.randperm(EXPERTS, device=CUDA)[:PER_ROW] for _ in range(50)])
+    tokens = torch.randint(0, 50, (rows,), device=CUDA)
+    choice = {"table": table, "token_ids": tokens} if is_hashed else {"bias": torch.zeros(EXPERTS, device=CUDA)}
+    got, want = (Routing.empty(rows, PER_ROW, EXPERTS, device) for device in (CUDA, torch.device("cpu")))
+    route(logits, got, 1.5, **choice)
+    cpu = {"bias": None, "table": None, "token_ids": None, **{name: t.cpu() for name, t in choice.items()}}
+    route_reference(logits.cpu(), cpu["bias"], cpu["table"], cpu["token_ids"], 1.5, want)
+    # Scores that differ in the last place may be ordered otherwise by another exponential.
+    same = (got.chosen.cpu() == want.chosen).all(dim=1)
+    assert same.float().mean() > (0.999 if is_hashed else 0.98)
+    torch.testing.assert_close(got.weights.cpu()[same], want.weights[same], atol=1e-5, rtol=1e-5)
+    if same.all():
+        assert torch.equal(got.counts.cpu(), want.counts)
+        count = int(want.counts[0])
+        assert torch.equal(got.items.cpu()[:count], want.items[:count])
+    # A row is routed alike whatever is beside it.
+    alone = Routing.empty(1, PER_ROW, EXPERTS, CUDA)
+    route(logits[:, :1].contiguous(), alone, 1.5, **{**choice, **({"token_ids": tokens[:1]} if is_hashed else {})})
+    assert torch.equal(alone.chosen, got.chosen[:1]) and torch.equal(alone.weights, got.weights[:1])
+
+
+@pytest.fixture(scope="module")
+def layer():  # type: ignore[no-untyped-def]
+    """Experts of 1.7 GB, made once."""
+    from sparkchat.kernels.experts import TiledBank, TiledExperts
+
+    def bank(out: int, size: int) -> TiledBank:
+        codes = torch.empty(EXPERTS, out, size // 2, dtype=torch.int8, device=CUDA).random_(-128, 128)
+        scales = torch.randint(118, 122, (EXPERTS, out, size // 32), device=CUDA, dtype=torch.uint8)
+        return TiledBank.in_place(codes, scales)
+
+    return TiledExperts(
+        bank(WIDTH, D), bank(WIDTH, D), bank(D, WIDTH), fp8_of(WIDTH, D), fp8_of(WIDTH, D), fp8_of(D, WIDTH)
+    )  # fmt: skip
+
+
+def mixed(x: Tensor, layer, logits: Tensor, is_rounded: bool = False) -> tuple[Tensor, Tensor, object]:  # type: ignore[no-untyped-def]
+    """(parts, inner, routing) of the kernels"""
+    from sparkchat.kernels.experts import ExpertBuffers, run_experts
+    from sparkchat.kernels.gate import Routing, route
+
+    routing = Routing.empty(x.shape[0], PER_ROW, EXPERTS, CUDA)
+    route(logits, routing, 1.5, bias=torch.zeros(EXPERTS, device=CUDA))
+    space = ExpertBuffers.empty(x.shape[0], PER_ROW, layer, HALF)
+    space.parts.fill_(float("nan"))
+    run_experts(x, layer, routing, space, limit=LIMIT, is_rounded=is_rounded)
+    return space.parts, space.inner, routing
+
+
+@pytest.mark.parametrize(("rows", "is_rounded"), [(1, False), (6, False), (6, True), (40, False)])
+def test_experts(rows: int, is_rounded: bool, layer) -> None:  # type: ignore[no-untyped-def]
+    from sparkchat.kernels.experts import add_parts
+    from sparkchat.kernels.experts.reference import run_experts_reference
+
+    x, logits = normal(rows, D), torch.randn(rows, EXPERTS, device=CUDA) * 2
+    if rows == 40:
+        logits[:, 9] += 50  # one expert for all
+    parts, inner, routing = mixed(x, layer, logits, is_rounded)
+    want_inner, want = torch.empty_like(inner), torch.empty_like(parts)
+    run_experts_reference(x, layer, routing, want_inner, want, LIMIT, is_rounded)
+    # Where inputs are rounded, one on the edge between two codes may fall to either side.
+    assert error(inner, want_inner) < 5e-3
+    assert error(parts, want) < (2e-2 if is_rounded else 5e-3)
+    total = torch.full((rows, D), float("nan"), device=CUDA)
+    add_parts(parts, total)
+    assert error(total, want.sum(0)) < (2e-2 if is_rounded else 5e-3)
+
+
+def test_a_row_of_experts_does_not_depend_on_the_rows_beside_it(layer) -> None:  # type: ignore[no-untyped-def]
+    x, logits = normal(70, D), torch.randn(70, EXPERTS, device=CUDA) * 2
+    logits[:, 9] += 50
+    together = mixed(x, layer, logits)[0]
+    for count in (1, 6, 8, 9, 64):
+        assert torch.equal(mixed(x[:count].clone(), layer, logits[:count].clone())[0], together[:, :count]), count
+
+
+def test_a_mixture_in_a_graph_with_overlap_has_the_same_bits(layer) -> None:  # type: ignore[no-untyped-def]
+    from sparkchat.kernels.launch import overlap
+
+    x, logits = normal(6, D), torch.randn(6, EXPERTS, device=CUDA) * 2
+    mixed(x, layer, logits)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with overlap(), torch.cuda.graph(graph):
+        parts = mixed(x, layer, logits)[0]
+    for _ in range(3):
+        # Other experts, in the same graph.
+        x.copy_(normal(6, D))
+        logits.normal_(0, 2)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(parts, mixed(x, layer, logits)[0])

@@ -1,0 +1,87 @@
+"""Compiles the kernels of DeepSeek V4's projections, router and experts at their true shapes for an H200.
+
+    PYTHONPATH=.:tests python tests/kernels/ahead_v4_products.py [NAME]
+
+As ahead.py, whose lines it prints.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+import torch
+import triton
+
+from kernels.ahead import CPU, HALF, Driver, compile_only
+from sparkchat.kernels.experts import ExpertBuffers, TiledBank, TiledExperts
+from sparkchat.kernels.experts.kernel import launch_add_parts, launch_down, launch_gate_up
+from sparkchat.kernels.fp8 import TiledFp8
+from sparkchat.kernels.fp8.kernel import launch_fp8_linear
+from sparkchat.kernels.fp8.plan import plan_of
+from sparkchat.kernels.gate import Routing
+from sparkchat.kernels.gate.kernel import launch_route
+from sparkchat.kernels.launch import overlap, started_by
+
+D, WIDTH, EXPERTS, PER_ROW = 4096, 1024, 256, 6
+"""Of a rank of two."""
+
+
+def tiles_of(out: int, size: int) -> TiledFp8:
+    return TiledFp8(torch.zeros(out, size, dtype=torch.int8), torch.ones(-(-out // 128), size // 128))
+
+
+def bank_of(out: int, size: int) -> TiledBank:
+    """One expert stands for all: only shapes count, and they take gigabytes."""
+    codes = torch.zeros(1, out, size // 2, dtype=torch.int8).expand(EXPERTS, -1, -1)
+    return TiledBank(codes, torch.zeros(1, out // 16, size // 128, 16, dtype=torch.int32).expand(EXPERTS, -1, -1, -1))
+
+
+def experts_of() -> TiledExperts:
+    return TiledExperts(
+        bank_of(WIDTH, D), bank_of(WIDTH, D), bank_of(D, WIDTH), tiles_of(WIDTH, D), tiles_of(WIDTH, D),
+        tiles_of(D, WIDTH),
+    )  # fmt: skip
+
+
+def fp8() -> None:
+    for out, size, rows, is_rounded in (
+        (1536, D, 6, False), (16384, 1024, 6, False), (D, D, 6, True), (1536, D, 16, False), (1536, D, 64, True),
+        (D, 3 * D, 1, False),
+    ):  # fmt: skip
+        weight, x = tiles_of(out, size), torch.zeros(rows, size, dtype=HALF)
+        parts = torch.zeros(plan_of(out, size).splits, rows, out)
+        launch_fp8_linear(x, weight.tiles, weight.scales, parts, 1, is_rounded, True)
+        launch_fp8_linear(x, weight.tiles, weight.scales, torch.zeros(rows, out, dtype=HALF), 1, is_rounded, False)
+
+
+def route() -> None:
+    table = torch.zeros(129280, PER_ROW, dtype=torch.int64)
+    for rows in (1, 6, 64):
+        routing, logits = Routing.empty(rows, PER_ROW, EXPERTS, CPU), torch.zeros(8, rows, EXPERTS)
+        launch_route(logits, routing, 1.5, torch.zeros(EXPERTS), None, None)
+        launch_route(logits, routing, 1.5, None, table, torch.zeros(rows, dtype=torch.int64))
+
+
+def experts() -> None:
+    weights = experts_of()
+    for rows, is_rounded in ((6, False), (6, True), (64, False)):
+        routing = Routing.empty(rows, PER_ROW, EXPERTS, CPU)
+        buffers = ExpertBuffers.empty(rows, PER_ROW, weights, HALF)
+        launch_gate_up(torch.zeros(rows, D, dtype=HALF), weights, routing, buffers.inner, 10.0, is_rounded)
+        launch_down(buffers.inner, weights, routing, buffers.parts, is_rounded)
+    launch_add_parts(torch.zeros(PER_ROW + 1, 6, D), torch.zeros(6, D))
+
+
+ALL: dict[str, Callable[[], None]] = {f.__name__: f for f in (fp8, route, experts)}
+
+
+def main(names: list[str]) -> None:
+    triton.runtime.driver.set_active(Driver())
+    with started_by(compile_only), overlap():
+        for name in names or ALL:
+            ALL[name]()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,161 @@
+"""The experts' launches against their reference: rows of an expert, tiles, roundings, clamps, independence of rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.agreement import assert_same_sums
+from sparkchat.kernels.experts import ExpertBuffers, TiledBank, TiledExperts, add_parts, run_experts
+from sparkchat.kernels.experts.kernel import launch_add_parts, launch_down, launch_gate_up
+from sparkchat.kernels.experts.plan import ExpertPlan
+from sparkchat.kernels.experts.reference import dense_fp4, run_experts_reference
+from sparkchat.kernels.experts.weights import takes
+from sparkchat.kernels.fp8 import TiledFp8
+from sparkchat.kernels.gate import Routing
+from sparkchat.kernels.gate.reference import list_choices
+from sparkchat.models.deepseek_v4.formats import ScaledWeight
+
+NAN = float("nan")
+LIMIT = 2.0
+
+
+def bank_of(experts: int, out: int, size: int, device: torch.device) -> TiledBank:
+    codes = torch.randint(-128, 128, (experts, out, size // 2), dtype=torch.int8, device=device)
+    return TiledBank.in_place(codes, torch.randint(120, 125, (experts, out, size // 32), device=device).to(torch.uint8))
+
+
+def fp8_of(out: int, size: int, device: torch.device) -> TiledFp8:
+    codes = torch.randn(out, size, device=device).to(torch.float8_e4m3fn)
+    return TiledFp8.of(codes, torch.full((-(-out // 128), size // 128), 0.125, device=device))
+
+
+def experts_of(count: int, size: int, width: int, device: torch.device) -> TiledExperts:
+    return TiledExperts(
+        bank_of(count, width, size, device), bank_of(count, width, size, device), bank_of(count, size, width, device),
+        fp8_of(width, size, device), fp8_of(width, size, device), fp8_of(size, width, device),
+    )  # fmt: skip
+
+
+def routing_of(chosen: list[list[int]], experts: int, device: torch.device) -> Routing:
+    routing = Routing.empty(len(chosen), len(chosen[0]), experts, device)
+    routing.chosen.copy_(torch.tensor(chosen))
+    routing.weights.copy_(torch.rand(routing.weights.shape, device=device) + 0.2)
+    list_choices(routing)
+    return routing
+
+
+def rows_of(count: int, size: int, device: torch.device) -> Tensor:
+    return torch.randn(count, size, device=device, dtype=torch.bfloat16 if device.type == "cuda" else torch.float16)
+
+
+def by_kernel(
+    x: Tensor, weights: TiledExperts, routing: Routing, is_rounded: bool = False, plan: ExpertPlan | None = None
+) -> Tensor:
+    buffers = ExpertBuffers.empty(*routing.weights.shape, weights, x.dtype)
+    buffers.parts.fill_(NAN)
+    buffers.inner.fill_(NAN)
+    launch_gate_up(x, weights, routing, buffers.inner, LIMIT, is_rounded, plan)
+    launch_down(buffers.inner, weights, routing, buffers.parts, is_rounded, plan)
+    return buffers.parts.transpose(0, 1)
+
+
+def by_reference(x: Tensor, weights: TiledExperts, routing: Routing, is_rounded: bool = False) -> Tensor:
+    buffers = ExpertBuffers.empty(*routing.weights.shape, weights, x.dtype)
+    run_experts_reference(x, weights, routing, buffers.inner, buffers.parts, LIMIT, is_rounded)
+    return buffers.parts.transpose(0, 1)
+
+
+@pytest.mark.parametrize("is_rounded", [False, True])
+def test_against_the_reference(is_rounded: bool, device: torch.device) -> None:
+    weights, x = experts_of(4, 256, 128, device), rows_of(3, 256, device)
+    # Expert 0 has no row, 1 has one, 2 two, 3 all.
+    routing = routing_of([[2, 3], [1, 3], [2, 3]], 4, device)
+    got, want = (by(x, weights, routing, is_rounded) for by in (by_kernel, by_reference))
+    torch.testing.assert_close(got, want, atol=2e-2, rtol=2e-2 if is_rounded else 5e-3)
+
+
+def test_more_rows_than_a_tile_and_the_same_expert_twice(device: torch.device) -> None:
+    weights, x = experts_of(2, 128, 128, device), rows_of(18, 128, device)
+    routing = routing_of([[1, 1], *[[0, 1]] * 17], 2, device)
+    assert routing.counts.tolist() == [4, 17, 19]
+    torch.testing.assert_close(
+        by_kernel(x, weights, routing), by_reference(x, weights, routing), atol=2e-2, rtol=5e-3
+    )  # fmt: skip
+
+
+def test_all_codes_and_scales_keep_their_value(device: torch.device) -> None:
+    """Rows of the identity through down: what comes out is the weight."""
+    size, width = 128, 128
+    codes = torch.arange(size * width // 2, device=device).to(torch.uint8).view(torch.int8).view(1, size, width // 2)
+    scales = torch.arange(size * width // 32, device=device).view(1, size, width // 32) % 40 + 89
+    published = ScaledWeight(codes[0].clone(), scales[0].to(torch.uint8), (1, 32)).dense()
+    weights = experts_of(1, size, width, device)
+    bank = TiledBank.in_place(codes.clone(), scales.to(torch.uint8))
+    weights = TiledExperts(
+        weights.gate, weights.up, bank, weights.shared_gate, weights.shared_up, weights.shared_down
+    )  # fmt: skip
+    assert torch.equal(dense_fp4(bank, 0), published)
+    routing = routing_of([[0]] * width, 1, device)
+    inner = torch.zeros((2 * width, width), device=device)
+    inner[:width] = torch.eye(width)
+    # In float32 where the interpreter runs: the smallest scales are too small for float16.
+    inner = inner.to(torch.bfloat16 if device.type == "cuda" else torch.float32)
+    parts = torch.full((2, width, size), NAN, device=device)
+    launch_down(inner, weights, routing, parts, False)
+    assert torch.equal(parts[0].T, published)
+
+
+def test_a_row_does_not_depend_on_the_rows_beside_it(device: torch.device) -> None:
+    weights, x = experts_of(3, 512, 128, device), rows_of(12, 512, device)
+    routing = routing_of([[0, 2], *[[0, 1]] * 5, *[[1, 2]] * 6], 3, device)
+    together = by_kernel(x, weights, routing)
+    alone = routing_of([[0, 2]], 3, device)
+    alone.weights.copy_(routing.weights[:1])
+    assert_same_sums(by_kernel(x[:1].clone(), weights, alone), together[:1])
+
+
+def test_numbers_that_are_none_show_in_their_row_alone(device: torch.device) -> None:
+    weights, x = experts_of(2, 128, 128, device), rows_of(3, 128, device)
+    x[1, 5] = NAN
+    routing = routing_of([[0, 1]] * 3, 2, device)
+    for is_rounded in (False, True):
+        parts = by_kernel(x, weights, routing, is_rounded)
+        assert parts[1].isnan().all()
+        assert not parts[[0, 2]].isnan().any()
+
+
+def test_steps_that_do_not_divide_among_the_warps(device: torch.device) -> None:
+    weights, x = experts_of(2, 384, 128, device), rows_of(2, 384, device)
+    routing = routing_of([[0, 1], [0, 1]], 2, device)
+    got = by_kernel(x, weights, routing, plan=ExpertPlan(2, 2))
+    torch.testing.assert_close(got, by_reference(x, weights, routing), atol=2e-2, rtol=5e-3)
+
+
+def test_parts_are_added_in_order(device: torch.device) -> None:
+    parts = torch.randn(4, 3, 100, device=device)
+    parts[0] *= 1e7
+    out = torch.full((3, 100), NAN, device=device)
+    launch_add_parts(parts, out)
+    assert torch.equal(out, ((parts[0] + parts[1]) + parts[2]) + parts[3])
+    if device.type == "cpu":
+        again = torch.empty_like(out)
+        add_parts(parts, again)
+        assert torch.equal(again, out)
+
+
+def test_what_does_not_fit_is_refused(device: torch.device) -> None:
+    weights = experts_of(2, 256, 128, device)
+    routing = routing_of([[0, 1]], 2, device)
+    buffers = ExpertBuffers.empty(1, 2, weights, torch.float16)
+    with pytest.raises(ValueError, match="x is"):
+        run_experts(torch.zeros(1, 128), weights, routing, buffers, limit=LIMIT)
+    with pytest.raises(ValueError, match="down of the experts"):
+        TiledExperts(
+            weights.gate, weights.up, weights.gate, weights.shared_gate, weights.shared_up, weights.shared_down
+        )  # fmt: skip
+    codes, scales = torch.zeros(2, 32, 64, dtype=torch.int8), torch.full((2, 32, 4), 128, dtype=torch.uint8)
+    assert takes(codes, scales, (1, 32))
+    assert not takes(codes, scales + 1, (1, 32)) and not takes(codes, scales, (1, 16))
+    assert not takes(codes[:, :16], scales[:, :16], (1, 32))
