@@ -81,22 +81,18 @@ def convert(
 ) -> None:
     """Write FILE in the format of another program: OUT.csv, .json (Perfetto), .html, .svg, .md or .jsonl."""
     from sparkchat.trace import Damage
-    from sparkchat.trace.export import format_of
-    from sparkchat.trace.export.new_file import new_file
+    from sparkchat.trace.export import export, format_of
 
     if out is not None and output is not None and out != output:
         raise UsageError(f"convert was given two files to write, {out} and {output}; give one of them")
     target = out or output
     is_stdout = target is None or str(target) == "-"
-    chosen = format_of(to, None if is_stdout else target)
     damage = Damage()
     if is_stdout or target is None:
-        notes = chosen.write(file, _stdout(), damage)
+        notes = format_of(to, None).write(file, _stdout(), damage)
         sys.stdout.flush()
     else:
-        with new_file(target, file, force=force) as write:
-            notes = chosen.write(file, write, damage)
-        notes.append(f"{target} written: {chosen.what}")
+        notes = export(file, target, to, damage, force=force)
     if damage.num_lines:
         notes.insert(0, f"{damage.num_lines} damaged lines of {file} are left out; `sparkchat trace verify` names them")
     for sentence in notes:

@@ -55,6 +55,8 @@ class Damage:
 
     lines: list[DamagedLine] = field(default_factory=list)
     num_lines: int = 0
+    num_bytes: int = 0
+    """How much of the file has been read, damaged or not; a second reading begins anew."""
     last: DamagedLine | None = None
 
     @property
@@ -75,7 +77,7 @@ def read_lines(path: str | Path, damage: Damage | None = None) -> Iterator[Trace
     """
     damage = Damage() if damage is None else damage
     with opened(Path(path)) as file:
-        for _, found in located_lines(Path(path), file):
+        for damage.num_bytes, found in located_lines(Path(path), file):
             if isinstance(found, TraceLine):
                 yield found
             else:

@@ -27,6 +27,7 @@ from sparkchat.ui.commands import COMMANDS
 from sparkchat.ui.compare import Comparison
 from sparkchat.ui.document import Section
 from sparkchat.ui.editor import edited, editor_command
+from sparkchat.ui.export_job import ExportJob
 from sparkchat.ui.glyphs import glyphs
 from sparkchat.ui.history import History
 from sparkchat.ui.keymap import load_keymap, lost_keys
@@ -136,7 +137,7 @@ class SparkApp(App[int]):
         self.call_after_refresh(_set_aside_what_stays)
 
     def on_unmount(self) -> None:
-        self.chat.keeper.close()
+        self.chat.close()
 
     def _load_keymap(self) -> list[str]:
         """Apply the user's keys; returns what to say about those that cannot be used."""
@@ -293,6 +294,9 @@ class SparkApp(App[int]):
 
     def show_comparison(self, comparison: Comparison) -> None:
         self.push_screen(CompareScreen(self.glyphs, comparison, self.action_stop))
+
+    def export_moved(self, job: ExportJob) -> None:
+        self.call_later(self.chat.export_moved)
 
     def comparison_moved(self) -> None:
         if isinstance(self.screen, CompareScreen):

@@ -12,7 +12,7 @@ from sparkchat.options import unknown
 from sparkchat.params import MODES, Mode, SamplingParams
 from sparkchat.ui.clipboard import code_blocks, is_too_long
 from sparkchat.ui.conversation import Conversation
-from sparkchat.ui.export import OF_TRACE, export_chat, export_trace
+from sparkchat.ui.export import OF_TRACE, export_chat, export_wish
 from sparkchat.ui.safe_text import in_columns
 from sparkchat.ui.trace_sink import TraceSink
 
@@ -44,6 +44,10 @@ class ChatFront(Protocol):
     def list_chats(self, words: str) -> None: ...
     def keep_chats(self, kept: bool) -> None: ...
     def copy(self, text: str) -> None: ...
+    def export_trace(self, path: Path, name: str | None) -> None:
+        """Make a file from the trace, in the format of that name or of the ending."""
+        ...
+
     def compare(self) -> None: ...
     def inspect(self) -> None: ...
     def on_screen(self, action: str) -> None:
@@ -254,11 +258,9 @@ def _trace(front: ChatFront, argument: str) -> None:
 
 
 def _export(front: ChatFront, argument: str) -> None:
-    if not argument:
-        raise UsageError(f"/export needs a file name that ends in one of .md, .json, {', '.join(OF_TRACE)}")
-    path = Path(argument).expanduser()
-    if path.suffix.lower() in OF_TRACE:
-        front.say(export_trace(front.trace.path, path))
+    path, name = export_wish(argument)
+    if name is not None or path.suffix.lower() in OF_TRACE:
+        front.export_trace(path, name)
     else:
         front.say(export_chat(front.conversation, path))
 
@@ -317,7 +319,12 @@ COMMANDS: Sequence[Command] = (
     ),
     Command("copy", "/copy [N|code [K]]", "copy the N-th last answer, or its last or K-th code block", _copy),
     Command("trace", "/trace [FILE|off]", "record every step from here on into a new file", _trace),
-    Command("export", "/export FILE", "save the chat as .md or .json, or its trace as .html, .csv or .svg", _export),
+    Command(
+        "export",
+        "/export [FORMAT] FILE",
+        "save the chat as .md or .json, or its trace as .html, .csv, .svg or in a format of trace convert",
+        _export,
+    ),
     Command(
         "compare",
         "/compare",

@@ -118,6 +118,7 @@ class Conversation:
         self.sampling: SamplingParams = config.sampling
         self.system = config.system
         self.think = config.think
+        self.reasoning_effort = config.reasoning_effort
         self.mode: Mode = config.spec.mode
         self.turns: list[Turn] = []
         self.every_turn: list[Turn] = []
@@ -232,6 +233,7 @@ class Conversation:
     def request(self, turn: Turn) -> GenerateRequest:
         """The request for the newest turn, with the settings of this moment."""
         content: dict[str, Any] = {"messages": self.messages, "system": self.system, "think": self.think}
+        content["reasoning_effort"] = None if self.think is False else self.reasoning_effort
         if self._raw:
             content = {"prompt": turn.prompt, "raw": True}
         return GenerateRequest(id=turn.request_id, sampling=self.sampling, session=self.session, **content)

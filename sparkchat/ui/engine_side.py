@@ -19,6 +19,7 @@ from sparkchat.ui.bridge import Batch, Bridge, Event, TextUpdate
 from sparkchat.ui.chats import ChatKeeper, ChatStore
 from sparkchat.ui.compare import Comparison
 from sparkchat.ui.conversation import Conversation
+from sparkchat.ui.export_job import ExportJob
 from sparkchat.ui.glyphs import Glyphs
 from sparkchat.ui.progress import loading_text
 from sparkchat.ui.stats import Snapshot
@@ -42,6 +43,10 @@ class Desk(Protocol):
     def act(self, action: str) -> None: ...
     def show_comparison(self, comparison: Comparison) -> None: ...
     def comparison_moved(self) -> None: ...
+    def export_moved(self, job: ExportJob) -> None:
+        """Called from a thread."""
+        ...
+
     def choose_chat(self, words: str) -> None: ...
     def keep_prompts(self, kept: bool) -> None: ...
 
@@ -93,6 +98,7 @@ class EngineSide:
         self._snapshot = Snapshot()
         self._answers = AnswerView(view.transcript, glyphs)
         self.records = StepLog()
+        self._export: ExportJob | None = None
         self._comparison: Comparison | None = None
         self._before_comparison = Snapshot()
         """The numbers of the newest answer, shown again behind a comparison."""
@@ -319,6 +325,8 @@ class EngineSide:
             badge_text(self.info, self._snapshot, self.conversation.mode, self._config.reason_off)
         )
         parts = status_parts(self._mode_part(), self._state_text(), self._snapshot)
+        if self._export is not None:
+            parts.insert(1, (1, f"{self._export.text}, esc stops it", "strong"))
         self._view.status.show([(0, self._flash, "strong")] if self._flash else parts)
 
     def _mode_part(self) -> str:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from sparkchat import strict_json
 from sparkchat.errors import SparkchatError, UsageError
 from sparkchat.ui.conversation import Conversation, Turn
+from sparkchat.ui.export_job import ExportJob
 from sparkchat.ui.stats import result_line
 
-OF_TRACE = (".html", ".csv", ".svg")
+OF_TRACE = (".html", ".csv", ".svg", ".jsonl")
 """Endings of files that are made from the session's trace."""
+FORMATS_OF_TRACE = ("csv", "perfetto", "html", "svg", "markdown", "confidence")
+"""As ``trace convert --to`` names them."""
 
 
 def export_chat(conversation: Conversation, path: Path) -> str:
@@ -34,18 +38,26 @@ def export_chat(conversation: Conversation, path: Path) -> str:
     return f"chat saved to {path}"
 
 
-def export_trace(trace: Path | None, path: Path) -> str:
-    """The trace that is being written, as a report, a table or plots (by the ending); returns a sentence."""
-    from sparkchat.trace import Damage
-    from sparkchat.trace.export import format_of
-    from sparkchat.trace.export.new_file import new_file
+def export_wish(argument: str) -> tuple[Path, str | None]:
+    """What follows ``/export``: FILE, or FORMAT FILE with a format of the trace. Raises UsageError."""
+    word, _, rest = argument.partition(" ")
+    if word.lower() in FORMATS_OF_TRACE and rest.strip():
+        return Path(rest.strip()).expanduser(), word.lower()
+    if not argument or word.lower() in FORMATS_OF_TRACE:
+        raise UsageError(
+            f"/export needs a file name that ends in one of .md, .json, {', '.join(OF_TRACE)}; "
+            f"or of the trace: /export {'|'.join(FORMATS_OF_TRACE)} FILE"
+        )
+    return Path(argument).expanduser(), None
 
+
+def begin_trace_export(
+    trace: Path | None, path: Path, name: str | None, told: Callable[[ExportJob], None]
+) -> ExportJob:
+    """Make ``path`` from the trace, in a process of its own. Raises UsageError where no trace is."""
     if trace is None:
         raise UsageError(f"/export {path} is made from a trace, and none is being written; /trace FILE starts one")
-    chosen = format_of(None, path)
-    with new_file(path, trace, force=False) as write:
-        notes = chosen.write(trace, write, Damage())
-    return "\n".join([*notes, f"{path} written: {chosen.what}"])
+    return ExportJob(trace, path, name, told)
 
 
 def chat_markdown(conversation: Conversation) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import fields
+from pathlib import Path
 
 from sparkchat.errors import EngineCrash, SparkchatError, UsageError
 from sparkchat.params import MODES, Mode, SamplingParams
@@ -14,6 +15,7 @@ from sparkchat.ui.compare import Comparison
 from sparkchat.ui.conversation import Turn
 from sparkchat.ui.document import Section
 from sparkchat.ui.engine_side import Desk, EngineSide, View
+from sparkchat.ui.export import begin_trace_export
 from sparkchat.ui.recorded import REFUSAL
 from sparkchat.ui.safe_text import in_columns
 from sparkchat.ui.stats import Snapshot, result_line
@@ -77,7 +79,7 @@ class LiveChat(EngineSide):
         if self._comparison is not None:
             return self._stop_comparison()
         if active is None or self._is_replay:
-            return False
+            return self._stop_export()
         if active.is_stopping or self.state != "ready":
             self._close_answer(None)
             return True
@@ -220,6 +222,36 @@ class LiveChat(EngineSide):
 
     def copy(self, text: str) -> None:
         self.flash(self._desk.send_to_clipboard(text))
+
+    # Exporting
+
+    def export_trace(self, path: Path, name: str | None) -> None:
+        if self._export is not None:
+            raise UsageError(f"{self._export.text}; esc stops it")
+        trace = Path(self._config.spec.model_path) if self._is_replay else self.trace.path
+        self._export = begin_trace_export(trace, path, name, self._desk.export_moved)
+
+    def export_moved(self) -> None:
+        """Show how far it is, or what became of it."""
+        if (job := self._export) is None:
+            return
+        if job.is_over:
+            self._export = None
+            self._answers.note(job.text, "error" if job.error is not None and not job.was_stopped else "notice")
+            self._view.transcript.update_rows()
+        self.refresh_bars()
+
+    def _stop_export(self) -> bool:
+        if self._export is None:
+            return False
+        self._export.stop()
+        return True
+
+    def close(self) -> None:
+        """The screen goes; nothing half-written stays."""
+        self.keeper.close()
+        if self._export is not None:
+            self._export.close()
 
     def quit(self) -> None:
         self._desk.leave(self.failure.exit_code if self.failure else 0)

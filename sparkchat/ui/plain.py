@@ -77,7 +77,8 @@ def _request(config: RunConfig, prompt: str | Sequence[int] | None) -> GenerateR
     text = prompt if isinstance(prompt, str) else ""
     if config.raw:
         return GenerateRequest(prompt=text, raw=True, **common)
-    return GenerateRequest(prompt=text, system=config.system, think=config.think, **common)
+    chosen = {"system": config.system, "think": config.think, "reasoning_effort": config.reasoning_effort}
+    return GenerateRequest(prompt=text, **chosen, **common)
 
 
 class TextPrinter:

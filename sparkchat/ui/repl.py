@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from sparkchat.client import EngineClient
 from sparkchat.config import RunConfig
@@ -18,6 +19,7 @@ from sparkchat.ui.clipboard import copied_message, fill_tmux_buffer, osc52
 from sparkchat.ui.commands import command_table, is_command, run_command, without_escape
 from sparkchat.ui.compare import Comparison
 from sparkchat.ui.conversation import Conversation
+from sparkchat.ui.export import begin_trace_export
 from sparkchat.ui.line_reader import LineReader
 from sparkchat.ui.progress import LoadingLine, use_color
 from sparkchat.ui.safe_text import TerminalFilter, visible
@@ -301,6 +303,19 @@ class Repl:
             raise UsageError("/copy needs a terminal on stdout; use /export FILE")
         self._write(osc52(text))
         self.say(copied_message(text, in_tmux=fill_tmux_buffer(text)))
+
+    def export_trace(self, path: Path, name: str | None) -> None:
+        """ctrl+c stops it."""
+        job = begin_trace_export(self.trace.path, path, name, lambda _: None)
+        self._signals.is_noting = True
+        try:
+            while not job.wait(0.1):
+                if self._signals.count:
+                    job.stop()
+        finally:
+            self._signals.is_noting = False
+            job.close()
+        self.say(job.text)
 
     def compare(self) -> None:
         """The last question under every mode; ctrl+c ends the comparison."""

@@ -143,7 +143,7 @@ class ReplayApp(SparkApp):
         if self.prompt.display:
             self.prompt.clear()
             self._hide_prompt()
-        else:
+        elif not self.chat.stop():
             self.action_leave()
 
 

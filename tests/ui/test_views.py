@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -111,11 +112,33 @@ async def test_the_trace_of_the_session_is_exported_too(chat: Open, tmp_path: Pa
         assert "none is being written" in c.said
         await c.say(f"/trace {tmp_path}/t.spark.jsonl")
         await c.say("prose")
-        for name in ("report.html", "steps.csv", "plots.svg"):
-            await c.say(f"/export {tmp_path}/{name}")
-            assert (tmp_path / name).stat().st_size > 500
+        for name in ("report.html", "steps.csv", "plots.svg", "perfetto s.json", "confidence c.jsonl"):
+            *wish, file = name.split()
+            await c.say(" ".join(["/export", *wish, f"{tmp_path}/{file}"]))
+            await c.until(lambda file=file: f"{file} written" in c.said)
+            assert (tmp_path / file).stat().st_size > 500
         await c.say(f"/export {tmp_path}/steps.csv")
-        assert "exists" in c.said
+        await c.until(lambda: "exists" in c.said)
+        assert not [each for each in tmp_path.iterdir() if each.name.endswith(".part")]
+
+
+async def test_a_long_export_is_stopped_by_escape_and_leaves_nothing(chat: Open, tmp_path: Path) -> None:
+    endless = tmp_path / "endless.spark.jsonl"
+    os.mkfifo(endless)  # a trace that is never read to its end
+    async with chat(size=(120, 40), config=make_config(max_tokens=40)) as c:
+        await c.ready()
+        await c.say(f"/trace {tmp_path}/t.spark.jsonl")
+        await c.say("prose")
+        c.app.chat.trace._writer.path = endless
+        await c.say(f"/export {tmp_path}/report.html")
+        await c.until(lambda: any(each.name.endswith(".part") for each in tmp_path.iterdir()))
+        await c.say("short")  # the chat goes on meanwhile
+        assert "this is a short answer" in c.screen and "report.html: 0 %, esc stops it" in c.screen
+        await c.say(f"/export {tmp_path}/other.html")
+        assert "esc stops it" in c.said and not (tmp_path / "other.html").exists()
+        await c.pilot.press("escape")
+        await c.until(lambda: "was not written: stopped" in c.said)
+        assert not [each.name for each in tmp_path.iterdir() if "html" in each.name]
 
 
 async def test_no_colour_means_no_colour(chat: Open) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from sparkchat.errors import UsageError
 from sparkchat.trace.export.confidence import write_confidence
 from sparkchat.trace.export.markdown import write_markdown
+from sparkchat.trace.export.new_file import new_file
 from sparkchat.trace.export.perfetto import write_perfetto
 from sparkchat.trace.export.report import write_report
 from sparkchat.trace.export.step_table import write_step_table
@@ -37,6 +38,17 @@ FORMATS = (
     Format("markdown", ".md", "the answers as a text to read", write_markdown),
     Format("confidence", ".jsonl", "confidence records, for DeepSpec's calibration script", write_confidence),
 )
+
+
+def export(trace: Path, out: Path, name: str | None, damage: Damage, *, force: bool = False) -> list[str]:
+    """Write ``trace`` to the new file ``out``, in the format of that name or of the ending; returns what to tell.
+
+    Raises as ``format_of``, ``new_file`` and ``read_lines`` do; nothing of the file stays then.
+    """
+    chosen = format_of(name, out)
+    with new_file(out, trace, force=force) as write:
+        notes = chosen.write(trace, write, damage)
+    return [*notes, f"{out} written: {chosen.what}"]
 
 
 def format_of(name: str | None, target: Path | None) -> Format:
