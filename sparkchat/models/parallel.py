@@ -36,6 +36,10 @@ class Group(Protocol):
         """
         ...
 
+    def addresses(self, parts: Sequence[Tensor]) -> Tensor:
+        """[size] int64 on the device: where ``parts`` lie. Nothing is copied from the host, so it can be captured."""
+        ...
+
     def follow_first(self, x: Tensor) -> None:
         """Make x, contiguous, what rank 0's is."""
         ...
@@ -54,6 +58,9 @@ class Alone:
 
     def parts(self, x: Tensor) -> Sequence[Tensor]:
         return (x,)
+
+    def addresses(self, parts: Sequence[Tensor]) -> Tensor:
+        return even_addresses(parts)
 
     def follow_first(self, x: Tensor) -> None:
         pass
@@ -79,6 +86,9 @@ class ProcessGroup:
 
     def parts(self, x: Tensor) -> Sequence[Tensor]:
         return self._gather(x).unbind(0)
+
+    def addresses(self, parts: Sequence[Tensor]) -> Tensor:
+        return even_addresses(parts)
 
     def follow_first(self, x: Tensor) -> None:
         dist.broadcast(x, src=0)
@@ -107,3 +117,10 @@ def add_parts(parts: Sequence[Tensor]) -> Tensor:
     for part in parts[1:]:
         total = total + part.float()
     return total.to(parts[0].dtype)
+
+
+def even_addresses(parts: Sequence[Tensor]) -> Tensor:
+    """[n] int64 on the device: where tensors lie that stand at equal distances in one piece of memory."""
+    first = parts[0].data_ptr()
+    step = parts[1].data_ptr() - first if len(parts) > 1 else 0
+    return torch.arange(len(parts), device=parts[0].device) * step + first

@@ -56,6 +56,7 @@ class SymmetricGroup(ProcessGroup):
         """``one_shot``: x -> the sum, over memory of its own; None to add parts by hand."""
         super().__init__()
         self._handle, self._one_shot, self._turn = handle, one_shot, 0
+        self._addresses = self._find_addresses()
 
     def sum(self, x: Tensor) -> Tensor:
         if x.nbytes > MOST_ONE_SHOT:
@@ -72,6 +73,19 @@ class SymmetricGroup(ProcessGroup):
         self._room(self.rank, slot, x).copy_(x)
         self._handle.barrier()
         return [self._room(rank, slot, x) for rank in range(self.size)]
+
+    def addresses(self, parts: Sequence[Tensor]) -> Tensor:
+        found = self._addresses.get(parts[0].data_ptr())
+        return super().addresses(parts) if found is None else found
+
+    def _find_addresses(self) -> dict[int, Tensor]:
+        """By that of rank 0: where the slots of messages lie on every rank."""
+        found = {}
+        for slot in range(_MESSAGE_SLOTS):
+            rooms = [self._handle.get_buffer(rank, (1,), torch.uint8, slot * ROOM_BYTES) for rank in range(self.size)]
+            where = torch.tensor([room.data_ptr() for room in rooms], dtype=torch.int64)
+            found[rooms[0].data_ptr()] = where.to(rooms[self.rank].device)
+        return found
 
     def follow_first(self, x: Tensor) -> None:
         if x.nbytes > ROOM_BYTES:

@@ -54,6 +54,7 @@ def group_of(shared: Shared, rank: int) -> SymmetricGroup:
     group = object.__new__(SymmetricGroup)
     group.rank, group.size = rank, shared.size
     group._handle, group._one_shot, group._turn = FakeHandle(shared), None, 0  # type: ignore[assignment]
+    group._addresses = group._find_addresses()
     return group
 
 
@@ -76,6 +77,18 @@ def test_sums_have_the_same_bits_on_all_ranks_message_after_message(size: int, d
 def test_parts_stand_side_by_side_in_the_order_of_the_ranks() -> None:
     found = Shared(2).run(lambda group: group.join(part_of(group.rank, 1)))
     assert all(torch.equal(x, torch.cat([part_of(0, 1), part_of(1, 1)], dim=-1)) for x in found)
+
+
+def test_addresses_are_those_of_the_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def work(group: SymmetricGroup) -> bool:
+        found = [group.parts(part_of(group.rank, number)) for number in range(4)]
+        return all(group.addresses(parts).tolist() == [part.data_ptr() for part in parts] for parts in found)
+
+    assert all(Shared(3).run(work))
+    monkeypatch.setattr(ProcessGroup, "_gather", lambda self, x: torch.stack([x, x]))
+    group = group_of(Shared(2), 0)
+    for parts in (group.parts(torch.ones(ROOM_BYTES // 4 + 1)), ALONE.parts(torch.ones(2))):
+        assert group.addresses(parts).tolist() == [part.data_ptr() for part in parts]
 
 
 def test_a_part_can_be_read_until_the_next_message(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Protocol
 
@@ -17,6 +18,8 @@ class Stages(Protocol):
     """How a stage is run."""
 
     name: str
+    num_graphs: int
+    seconds: float
 
     def is_ready(self, key: Hashable) -> bool: ...
 
@@ -31,6 +34,7 @@ class EagerStages:
     """Every stage is run anew: the code of a captured step without the capture, on any device."""
 
     name = "eager"
+    num_graphs, seconds = 0, 0.0
 
     def is_ready(self, key: Hashable) -> bool:
         return True
@@ -58,6 +62,8 @@ class GraphStages:
         # One for all: torch keeps memory apart by stream.
         self._side = torch.cuda.Stream(device)
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
+        self.seconds = 0.0
+        """What making them has taken, the run before each capture included."""
 
     @property
     def num_graphs(self) -> int:
@@ -69,6 +75,7 @@ class GraphStages:
     def prepare(self, key: Hashable, stage: Stage) -> None:
         from sparkchat.kernels.launch import overlap
 
+        began = time.perf_counter()
         torch.cuda.synchronize(self._device)
         # Run once outside: what libraries and kernels set up at their first call must not be captured.
         self._side.wait_stream(torch.cuda.current_stream(self._device))
@@ -85,6 +92,7 @@ class GraphStages:
         ):
             stage()
         self._graphs[key] = graph
+        self.seconds += time.perf_counter() - began
 
     def run(self, key: Hashable, stage: Stage) -> None:
         self._graphs[key].replay()

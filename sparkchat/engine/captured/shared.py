@@ -57,6 +57,14 @@ class SharedStages:
         self.name = inner.name
         self._numbers: dict[Hashable, int] = {}
 
+    @property
+    def num_graphs(self) -> int:
+        return self._inner.num_graphs
+
+    @property
+    def seconds(self) -> float:
+        return self._inner.seconds
+
     def is_ready(self, key: Hashable) -> bool:
         return key in self._numbers and self._inner.is_ready(key)
 
