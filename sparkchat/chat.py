@@ -62,6 +62,7 @@ PLAIN_TEMPLATE = (
 _ROLES = ("system", "user", "assistant")
 _THINK_NAMES = ("enable_thinking", "thinking")
 """Template variables that published checkpoints use as the thinking switch."""
+_EFFORT_NAME = "reasoning_effort"
 # What a template can raise while it is compiled or rendered: jinja's own errors, and Python's from its expressions.
 _TEMPLATE_ERRORS = (
     jinja2.TemplateError,
@@ -94,6 +95,8 @@ def render_prompt(
     *,
     system: str | None = None,
     think: bool | None = None,
+    reasoning_effort: str | None = None,
+    release: deepseek_prompt.Release | None = None,
     chat_template: str | None = None,
     add_generation_prompt: bool = True,
     model_type: str | None = None,
@@ -101,20 +104,24 @@ def render_prompt(
     """Render ``messages`` with ``chat_template`` if given, else the checkpoint's template, else a fallback.
 
     ``system`` goes in front (an empty one too: it replaces a template's built-in system text). ``think`` None leaves
-    the choice to the template. ``model_type`` is config.json's, for prompts that are defined in code. Raises
-    UsageError for no tokenizer, roles other than system, user and assistant, content that is no text, and a ``think``
-    that the template cannot honour.
+    the choice to the template. ``reasoning_effort`` is a level of the model's own. ``model_type`` is config.json's, for
+    prompts that are defined in code; ``release`` says whose levels those know. Raises UsageError for no tokenizer,
+    roles other than system, user and assistant, content that is no text, and a ``think`` or a level that the template cannot
+    honour.
     """
     if tokenizer is None:
         raise UsageError("a chat needs a tokenizer and this model has none; give --prompt-ids")
     chat = _with_system(_checked(messages), system)
     source, kind = _pick_template(tokenizer, chat_template)
     if source is None and model_type == deepseek_prompt.MODEL_TYPE:
-        return _write_deepseek(tokenizer, chat, bool(think), add_generation_prompt)
+        text = _write_deepseek(chat, think, reasoning_effort, release, add_generation_prompt)
+        opens = add_generation_prompt and text.endswith(deepseek_prompt.THINK)
+        return RenderedPrompt(_encode(tokenizer, text), text, (), "checkpoint", opens)
+    switches = _switches(source, think, reasoning_effort)
     notices: tuple[str, ...] = ()
     rendered = None
     if source is not None:
-        rendered, error = _try_ladder(_renderer(tokenizer, source, think), chat)
+        rendered, error = _try_ladder(_renderer(tokenizer, source, switches), chat)
         if rendered is None:
             notices = (f"the {_NAMES[kind]} chat template fails ({error})",)
     if rendered is None:
@@ -122,11 +129,12 @@ def render_prompt(
         kind = "fallback"
         why = notices[0] if notices else "this model has no chat template"
         notices = (f"{why}; using {layout} instead",)
-        rendered, error = _try_ladder(_renderer(tokenizer, source, think), chat)
+        switches = _switches(source, think, reasoning_effort)
+        rendered, error = _try_ladder(_renderer(tokenizer, source, switches), chat)
         if rendered is None:
             raise UsageError(f"the chat cannot be written as a prompt: {error}; use --raw with the exact text")
     chat, changes = rendered
-    render = _renderer(tokenizer, source, think)
+    render = _renderer(tokenizer, source, switches)
     text = render(chat, add_generation_prompt)
     opening = _generation_prompt(render, chat)
     _check_think(think, source, tokenizer, opening)
@@ -135,9 +143,41 @@ def render_prompt(
     return RenderedPrompt(token_ids, text, notices + changes, kind, opens)
 
 
-def _write_deepseek(tokenizer: Any, chat: list[Message], think: bool, add_generation_prompt: bool) -> RenderedPrompt:
-    text = deepseek_prompt.write_chat(chat, think=think, add_generation_prompt=add_generation_prompt)
-    return RenderedPrompt(_encode(tokenizer, text), text, (), "checkpoint", think and add_generation_prompt)
+def _write_deepseek(
+    chat: list[Message],
+    think: bool | None,
+    effort: str | None,
+    release: deepseek_prompt.Release | None,
+    add_generation_prompt: bool,
+) -> str:
+    if effort is not None and release is None:
+        raise UsageError(
+            f"reasoning effort {effort} was asked for, but this folder does not say which release of DeepSeek V4 it "
+            "holds; name its profile with --profile, or leave it out"
+        )
+    return deepseek_prompt.write_chat(
+        chat,
+        think=effort is not None if think is None else think,
+        effort=effort,
+        release=release or "0731",
+        add_generation_prompt=add_generation_prompt,
+    )
+
+
+def _switches(source: str | None, think: bool | None, effort: str | None) -> dict[str, Any]:
+    """Variables for the template. Raises UsageError for a level where it asks for none."""
+    switches: dict[str, Any] = {} if think is None else dict.fromkeys(_THINK_NAMES, think)
+    if effort is None:
+        return switches
+    try:
+        has_levels = source is not None and _EFFORT_NAME in _names_used(source)
+    except jinja2.TemplateError:
+        has_levels = False
+    if not has_levels:
+        raise UsageError(
+            f"reasoning effort {effort} was asked for, but this model's chat template has no levels; leave it out"
+        )
+    return switches | {_EFFORT_NAME: effort}
 
 
 def template_kind(
@@ -217,13 +257,12 @@ def _fallback(tokenizer: Any) -> tuple[str, str]:
     return f"{{{{- {start!r} -}}}}" + PLAIN_TEMPLATE, "plain 'User: ... Assistant:' lines"
 
 
-def _renderer(tokenizer: Any, source: str, think: bool | None) -> _Render:
+def _renderer(tokenizer: Any, source: str, switches: Mapping[str, Any]) -> _Render:
     """A function of (chat, add_generation_prompt) that renders in transformers' sandbox."""
-    switch = {} if think is None else dict.fromkeys(_THINK_NAMES, think)
 
     def render(chat: list[Message], add_generation_prompt: bool) -> str:
         return tokenizer.apply_chat_template(
-            chat, chat_template=source, tokenize=False, add_generation_prompt=add_generation_prompt, **switch
+            chat, chat_template=source, tokenize=False, add_generation_prompt=add_generation_prompt, **switches
         )
 
     return render

@@ -29,6 +29,8 @@ class RunConfig:
     """System text; None sends none."""
     think: bool | None = None
     """None leaves the choice to the model's template."""
+    reasoning_effort: str | None = None
+    """How long to think, in a word that the model knows."""
     raw: bool = False
     """The prompt is the exact text: no chat template."""
     prompt_ids: tuple[int, ...] | None = None

@@ -8,7 +8,8 @@ where there is none) and ends with EOS. Thinking of answers before the last ques
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from pathlib import Path
+from typing import Literal, get_args
 
 from sparkchat.errors import UsageError
 
@@ -19,6 +20,7 @@ USER, ASSISTANT = "<｜User｜>", "<｜Assistant｜>"
 THINK, END_THINK = "<think>", "</think>"
 
 Release = Literal["preview", "0731"]
+RELEASES: tuple[Release, ...] = get_args(Release)
 """Which texts the effort levels stand for; ``preview`` also serves the release that added the drafter."""
 
 # What the model was trained to meet, byte for byte; other words would be other settings.
@@ -42,6 +44,19 @@ EFFORTS: dict[Release, dict[str, str]] = {
     "0731": {"low": "", "high": _ABSOLUTE, "max": _BEYOND},
 }
 """Level -> the text it puts first. Without a level nothing is put there."""
+_ENCODER = "encoding/encoding_dsv4.py"
+_MARK_OF_0731 = "Reasoning Effort: Beyond maximum"
+
+
+def release_of(folder: Path) -> Release | None:
+    """Which levels the publisher's encoder in a checkpoint folder knows; it is looked at, never run. None without it,
+    as in folders that sparkchat fetches.
+    """
+    try:
+        text = (folder / _ENCODER).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    return "0731" if _MARK_OF_0731 in text else "preview"
 
 
 def write_chat(

@@ -78,6 +78,7 @@ RUN: dict[str, Option] = _table(
     Option("mode", "choice", tuple(MODES)),
     Option("context", "whole"),
     Option("think", "switch"),
+    Option("reasoning_effort", "text"),
     Option("system", "text"),
     Option("device", "text"),
     Option("dtype", "choice", ("auto", "float32", "bfloat16")),

@@ -106,6 +106,8 @@ class GenerateRequest:
     """With ``prompt``: the exact text, no chat template."""
     system: str | None = None
     think: bool | None = None
+    reasoning_effort: str | None = None
+    """How long to think, in a word that the model knows; None is its own default."""
     mode: Mode | None = None
     """None takes the engine's current mode."""
     block_size: int | None = None
@@ -309,6 +311,8 @@ class LoadSpec:
     """Costs and confidences are corrected by what finished steps show, while the engine runs."""
     chat_template: str | None = None
     """A jinja template that replaces the checkpoint's own."""
+    prompt_release: str | None = None
+    """Whose effort levels a DeepSeek V4 checkpoint knows, for one that does not say so itself."""
     threads: int | None = None
     cache_dir: str | None = None
     """Where measured cost tables and fitted temperatures are kept, each in a folder; None keeps none."""

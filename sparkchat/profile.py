@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from sparkchat.deepseek_prompt import RELEASES
 from sparkchat.errors import UsageError
 from sparkchat.options import RUN, SAMPLING, check, unknown
 from sparkchat.params import Correction, CostTable, SamplingParams
@@ -204,6 +205,12 @@ def _path(value: Any, where: str, file: Path) -> Path:
     return file.parent / Path(_text(value, where, file)).expanduser()
 
 
+def _release(value: Any, where: str, file: Path) -> str:
+    if value not in RELEASES:
+        raise UsageError(f"{where} is {value!r}; give one of {', '.join(RELEASES)}")
+    return str(value)
+
+
 def _kind(value: Any, where: str, file: Path) -> str:
     if value not in DRAFTER_KINDS:
         raise UsageError(f"{where} is {value!r}; give one of {', '.join(DRAFTER_KINDS)}")
@@ -338,6 +345,7 @@ _SECTIONS: dict[str, dict[str, Check]] = {
         "label": _text,
         "min_memory_gb": _memory,
         "chat_template": _text,
+        "prompt_release": _release,
         "thinking": _switch,
     },
     "drafter": {

@@ -12,7 +12,7 @@ from sparkchat.options import RESOLVED, RUN, SAMPLING, check, unknown
 from sparkchat.params import GenerateRequest, SamplingParams
 
 _PROMPTS = ("prompt", "messages", "prompt_ids")
-_OTHERS = ("id", "raw", "system", "think", "mode", "block_size", "accept_cap", "draft_temperature")
+_OTHERS = ("id", "raw", "system", "think", "reasoning_effort", "mode", "block_size", "accept_cap", "draft_temperature")
 _KNOWN = (*_PROMPTS, *_OTHERS, *SAMPLING)
 _ROLES = ("system", "user", "assistant", "tool")
 _WHERE = "this request's"
@@ -49,12 +49,16 @@ def build_request(line: dict[str, Any], request_id: str, config: RunConfig) -> G
     raw = _raw(line, given[0], config)
     is_exact = raw or given[0] == "prompt_ids"
     _refuse_pointless(line, is_exact)
+    think = None if is_exact else _option(line, "think", config.think)
+    # Without thinking the run's own level has no meaning; the line's own is refused with the reason.
+    effort = None if is_exact or think is False else config.reasoning_effort
     return GenerateRequest(
         id=request_id,
         **{given[0]: _PROMPT_CHECKS[given[0]](line[given[0]])},
         raw=raw,
         system=None if is_exact or _has_system(line) else _option(line, "system", config.system),
-        think=None if is_exact else _option(line, "think", config.think),
+        think=think,
+        reasoning_effort=_option(line, "reasoning_effort", effort),
         mode=_option(line, "mode", None),
         block_size=_option(line, "block_size", None),
         accept_cap=_option(line, "accept_cap", None),
@@ -73,7 +77,7 @@ def _raw(line: dict[str, Any], kind: str, config: RunConfig) -> bool:
 
 
 def _refuse_pointless(line: dict[str, Any], is_exact: bool) -> None:
-    for name in ("system", "think"):
+    for name in ("system", "think", "reasoning_effort"):
         if is_exact and line.get(name) is not None:
             raise UsageError(f"{name} has no place in a request whose input is exact (raw, prompt_ids); drop it")
     if _has_system(line) and line.get("system") is not None:

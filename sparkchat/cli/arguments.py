@@ -103,6 +103,10 @@ Seed = Annotated[int | None, _flag("--seed", metavar="N", help="Fix the draws; a
 System = Annotated[str | None, _flag("--system", metavar="TEXT", help="System text.")]
 Raw = Annotated[bool, _flag("--raw", help="The prompt is the exact text: no chat template.")]
 Think = Annotated[bool | None, _flag("--think/--no-think", help="Thinking mode, where the model has one.")]
+ReasoningEffort = Annotated[
+    str | None,
+    _flag("--reasoning-effort", metavar="LEVEL", help="How long to think: low, high, max, or what the model knows."),
+]
 Device = Annotated[str | None, _flag("--device", metavar="NAME", help="auto, cpu, cuda or cuda:N.")]
 Tp = Annotated[int | None, _flag("--tp", metavar="N", help="Devices that share the model (DeepSeek V4 alone).")]
 Dtype = Annotated[str | None, _flag("--dtype", metavar="NAME", help="auto, float32 or bfloat16.")]
@@ -162,6 +166,7 @@ ANSWERING: dict[str, tuple[Any, Any]] = {
     "system": (System, None),
     "raw": (Raw, False),
     "think": (Think, None),
+    "reasoning_effort": (ReasoningEffort, None),
     **PAIR,
     "dummy_weights": (DummyWeights, False),
     "simulate_acceptance": (SimulateAcceptance, None),

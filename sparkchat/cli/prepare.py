@@ -81,7 +81,7 @@ def prepare(ctx: typer.Context) -> RunConfig:
 def refuse_pointless(ctx: typer.Context, options: Resolution) -> None:
     """Options that another option leaves no room for."""
     if ctx.params.get("raw"):
-        for name in ("system", "think"):
+        for name in ("system", "think", "reasoning_effort"):
             if options.is_typed(name):
                 raise UsageError(f"{options.asked(name)} has no place with --raw, which sends the exact text; drop one")
     if ctx.params.get("force") and ctx.params["trace"] is None:

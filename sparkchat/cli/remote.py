@@ -48,6 +48,7 @@ def prepare_remote(ctx: typer.Context, url: str) -> tuple[RunConfig, Callable[[]
         sampling=sampling,
         system=options["system"],
         think=options["think"],
+        reasoning_effort=options["reasoning_effort"],
         raw=ctx.params["raw"],
         trace_path=trace_path(ctx.params["trace"], ctx.params["force"]),
         trace_force=ctx.params["force"],

@@ -153,9 +153,10 @@ def _refuse_output(ctx: typer.Context, *, is_one_shot: bool) -> None:
     if params["json_"] and params["jsonl"]:
         raise UsageError("--json and --jsonl both say how to print; give one of them")
     if params["prompt_ids"] is not None:
-        for name in ("raw", "system", "think"):
+        for name in ("raw", "system", "think", "reasoning_effort"):
             if a.is_typed(ctx, name):
-                raise UsageError(f"--{name} has no place with --prompt-ids, which are the exact input; drop one")
+                flag = "--" + name.replace("_", "-")
+                raise UsageError(f"{flag} has no place with --prompt-ids, which are the exact input; drop one")
     if is_one_shot and params["resume"] is not None:
         raise UsageError("--resume goes on with a chat, but a PROMPT asks for one answer; drop one of them")
     if not is_one_shot:

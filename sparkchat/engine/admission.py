@@ -104,7 +104,9 @@ class Admission:
             raise UsageError(f"stop strings were given, but {self._spec.name} has no tokenizer; leave --stop out")
 
 
-_KINDS = {"prompt": str, "system": str, "session": str, "raw": bool, "think": bool, "steps": bool}
+_KINDS = dict.fromkeys(("prompt", "system", "session", "reasoning_effort"), str) | dict.fromkeys(
+    ("raw", "think", "steps"), bool
+)
 
 
 def _check_types(request: GenerateRequest) -> None:

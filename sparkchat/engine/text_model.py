@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from sparkchat.chat import TemplateKind, encode_text, load_tokenizer, render_prompt, template_kind
+from sparkchat.deepseek_prompt import release_of
 from sparkchat.errors import UsageError
 from sparkchat.params import GenerateRequest, LoadSpec
 from sparkchat.thinking import ThinkingSplitter, prompt_opens_thinking
@@ -30,11 +31,14 @@ class TextModel:
     """The profile's template, which replaces the checkpoint's."""
     notices: tuple[str, ...]
     model_type: str | None = None
+    prompt_release: str | None = None
+    """Whose levels of reasoning effort the checkpoint knows, where they are defined in code."""
 
     @classmethod
     def load(cls, spec: LoadSpec) -> TextModel:
         loaded = load_tokenizer(spec.model_path, cache_dir=None if spec.cache_dir is None else Path(spec.cache_dir))
-        return cls(loaded.tokenizer, spec.chat_template, loaded.notices, loaded.model_type)
+        release = release_of(Path(spec.model_path)) or spec.prompt_release
+        return cls(loaded.tokenizer, spec.chat_template, loaded.notices, loaded.model_type, release)
 
     @property
     def template_source(self) -> TemplateKind:
@@ -59,6 +63,8 @@ class TextModel:
             messages,
             system=request.system,
             think=request.think,
+            reasoning_effort=request.reasoning_effort,
+            release=self.prompt_release,
             chat_template=self.chat_template,
             model_type=self.model_type,
         )
@@ -81,7 +87,7 @@ class TextModel:
             raise UsageError(
                 f"a system text was given with a prompt of {form}; write it into the prompt, or leave it out"
             )
-        if request.think is not None:
+        if request.think is not None or request.reasoning_effort is not None:
             raise UsageError(
                 f"thinking was chosen with a prompt of {form}; write its tags into the prompt, or leave it out"
             )

@@ -34,6 +34,8 @@ def refuse_settings(request: GenerateRequest, kind: Kind) -> None:
     refuse_sampling(request.sampling, kind)
     if request.think is not None and not kind.think_fields:
         raise UsageError(f"{kind.label} has no switch for thinking; leave --think and --no-think out")
+    if request.reasoning_effort is not None:
+        raise UsageError("levels of reasoning effort are not asked of other engines; leave --reasoning-effort out")
 
 
 def refuse_sampling(sampling: SamplingParams, kind: Kind) -> None:

@@ -56,9 +56,9 @@ def read_chat(body: Body, config: RunConfig, info: Mapping[str, Any]) -> Asked:
         raise bad_request(
             "top_logprobs needs logprobs; set logprobs to true, or leave top_logprobs out", "top_logprobs"
         )
-    return _asked(
-        body, config, "chatcmpl", [{**prompt, "think": _think(body, config)}], limit, (count or 0) if wants else None
-    )
+    think = _think(body, config)
+    prompt |= {"think": think, "reasoning_effort": _effort(body, None if think is False else config.reasoning_effort)}
+    return _asked(body, config, "chatcmpl", [prompt], limit, (count or 0) if wants else None)
 
 
 def read_text(body: Body, config: RunConfig, info: Mapping[str, Any]) -> Asked:
@@ -182,6 +182,12 @@ def _think(body: Body, config: RunConfig) -> bool | None:
     return asked[0] if asked else config.think
 
 
+def _effort(body: Body, default: str | None) -> str | None:
+    """In a word of the model's."""
+    value = _text(body, "reasoning_effort")
+    return default if value is None else value
+
+
 def _stream_options(body: Body) -> dict[str, bool]:
     options = body.get("stream_options")
     if options is None:
@@ -300,8 +306,9 @@ _SHARED: dict[str, _NoEffect | None] = {
     "response_format": _only({"type": "text"}),
     "priority": _only(0),
 }
+_CHAT_ONLY = ("messages", "max_completion_tokens", "top_logprobs", "think", "reasoning_effort", "chat_template_kwargs")
 _CHAT = _SHARED | {
-    **dict.fromkeys(("messages", "max_completion_tokens", "top_logprobs", "think", "chat_template_kwargs")),
+    **dict.fromkeys(_CHAT_ONLY),
     "tools": _only([]),
     "tool_choice": _only("none", "auto"),
     "functions": _only([]),
@@ -310,7 +317,6 @@ _CHAT = _SHARED | {
     "modalities": _only(["text"]),
     "audio": _LEAVE_OUT,
     "prediction": _LEAVE_OUT,
-    "reasoning_effort": _NoEffect("give think true or false"),
     "web_search_options": _LEAVE_OUT,
     "add_generation_prompt": _only(True),
     "continue_final_message": _only(False),

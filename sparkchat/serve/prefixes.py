@@ -43,4 +43,5 @@ class Prefixes:
 def _key(request: GenerateRequest, said: Sequence[Message]) -> str:
     # The system text and the thinking switch shape the prompt from its beginning.
     turns = [[message["role"], message["content"]] for message in said]
-    return hashlib.sha256(strict_json.dumps([request.system, request.think, turns]).encode()).hexdigest()
+    chosen = [request.system, request.think, request.reasoning_effort, turns]
+    return hashlib.sha256(strict_json.dumps(chosen).encode()).hexdigest()

@@ -60,6 +60,54 @@ def test_a_level_that_means_nothing_is_refused() -> None:
         write_chat(HELLO, think=False, effort="high")
 
 
+@pytest.mark.parametrize("case", [c for c in GOLDEN["cases"] if "effort" in c], ids=lambda case: case["name"])
+def test_a_request_for_a_level_gets_the_publishers_text(case: dict[str, Any], tmp_path: Path) -> None:
+    v4_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "deepseek_v4", "eos_token_id": 1}')
+    text = TextModel.load(LoadSpec("v4", str(tmp_path), prompt_release=GOLDEN["release"]))
+    messages = tuple(case["messages"])
+    # A level asks for thinking, unless that is refused.
+    for think in (None, True):
+        prompt = text.prompt_of(GenerateRequest("a", messages=messages, think=think, reasoning_effort=case["effort"]))
+        if messages[-1]["role"] == "user":
+            assert text.tokenizer.decode(prompt.token_ids) == case["text"]  # type: ignore[union-attr]
+        assert prompt.opens_thinking
+    with pytest.raises(UsageError, match="needs thinking"):
+        text.prompt_of(GenerateRequest("a", prompt="Hi", think=False, reasoning_effort=case["effort"]))
+
+
+@pytest.mark.parametrize(
+    "encoder, known", [(None, None), ("max = ABSOLUTE", "preview"), (EFFORTS["0731"]["max"], "0731")]
+)
+def test_the_release_is_found_in_the_encoder_beside_the_weights(
+    encoder: str | None, known: str | None, tmp_path: Path
+) -> None:
+    v4_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "deepseek_v4", "eos_token_id": 1}')
+    if encoder is not None:
+        (tmp_path / "encoding").mkdir()
+        (tmp_path / "encoding" / "encoding_dsv4.py").write_text(f"raise SystemExit\n{encoder}", encoding="utf-8")
+    text = TextModel.load(LoadSpec("v4", str(tmp_path)))
+    assert text.prompt_release == known
+    asked = GenerateRequest("a", prompt="Hi", reasoning_effort="low")
+    if known == "0731":
+        assert text.prompt_of(asked).opens_thinking
+    else:
+        wanted = "give one of high, max" if known else "does not say which release"
+        with pytest.raises(UsageError, match=wanted):
+            text.prompt_of(asked)
+
+
+def test_templates_that_ask_for_a_level_get_it_and_others_refuse() -> None:
+    levels = render_prompt(
+        v4_tokenizer("{{ messages[0]['content'] }} ({{ reasoning_effort }})"), HELLO, reasoning_effort="medium"
+    )
+    assert levels.text == "Hello (medium)"
+    for template in ("{{ messages[0]['content'] }}", "{{ broken", None):
+        with pytest.raises(UsageError, match=r"reasoning effort medium was asked for, but .* has no levels"):
+            render_prompt(v4_tokenizer(template), HELLO, reasoning_effort="medium")
+
+
 def test_an_answer_can_be_asked_for_after_any_turn() -> None:
     chat = [*HELLO, {"role": "assistant", "content": "Hi."}]
     assert write_chat(chat, think=True) == f"{BOS}{USER}Hello{ASSISTANT}{THINK}{END_THINK}Hi.{EOS}{ASSISTANT}{THINK}"
