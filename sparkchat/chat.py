@@ -106,8 +106,8 @@ def render_prompt(
     ``system`` goes in front (an empty one too: it replaces a template's built-in system text). ``think`` None leaves
     the choice to the template. ``reasoning_effort`` is a level of the model's own. ``model_type`` is config.json's, for
     prompts that are defined in code; ``release`` says whose levels those know. Raises UsageError for no tokenizer,
-    roles other than system, user and assistant, content that is no text, and a ``think`` or a level that the template cannot
-    honour.
+    roles other than system, user and assistant, content that is no text, and a ``think`` or a level that the template
+    cannot honour.
     """
     if tokenizer is None:
         raise UsageError("a chat needs a tokenizer and this model has none; give --prompt-ids")
