@@ -102,12 +102,12 @@ def _compress(
         entry = entries_ptr + cache_row * entries_stride + slot * slot_stride
         pair = tl.arange(0, WIDTH // 2)
         if ROTATES:
-            to = tl.arange(0, WIDTH)
-            at = rotation_ptr + (2 * pair)[:, None] * WIDTH + to[None, :]
-            rotated = left[:, None] * tl.load(at) + right[:, None] * tl.load(at + WIDTH)
+            dim = tl.arange(0, WIDTH)
+            at_rotation = rotation_ptr + (2 * pair)[:, None] * WIDTH + dim[None, :]
+            rotated = left[:, None] * tl.load(at_rotation) + right[:, None] * tl.load(at_rotation + WIDTH)
             blocks = tl.reshape(tl.sum(rotated, axis=0), (WIDTH // INDEX_BLOCK, INDEX_BLOCK))
             blocks = round_e2m1(blocks, tl.max(tl.abs(blocks), axis=1)[:, None])
-            tl.store(entry + to, tl.reshape(blocks, (WIDTH,)).to(kind))
+            tl.store(entry + dim, tl.reshape(blocks, (WIDTH,)).to(kind))
         else:
             if not IS_INDEX:
                 left, right = left.to(kind).to(tl.float32), right.to(kind).to(tl.float32)

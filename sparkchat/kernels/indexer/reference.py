@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from sparkchat.kernels.compressor.reference import INDEX_BLOCK, rounded_e2m1
