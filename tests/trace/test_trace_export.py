@@ -7,10 +7,10 @@ import io
 import json
 import math
 import os
+import random
 import re
 import stat
 import xml.etree.ElementTree as ElementTree
-from collections import defaultdict
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from fixtures.perfetto_rules import check_trace_events
 from fixtures.trace_files import HOSTILE, make_hostile, write_session
 from fixtures.trace_sessions import Answer
 from sparkchat.errors import SparkchatError, UsageError
@@ -84,37 +85,9 @@ def timeline(path: Path) -> list[dict[str, Any]]:
     return whole["traceEvents"]
 
 
-def assert_trace_events(events: list[dict[str, Any]]) -> None:
-    """The fields that each phase must have, by the Trace Event Format; slices of a thread nest."""
-    stacks: dict[tuple[int, int], list[float]] = defaultdict(list)
-    for event in events:
-        assert isinstance(event["name"], str) and isinstance(event["pid"], int) and isinstance(event["tid"], int)
-        assert isinstance(event["ts"], (int, float)) and math.isfinite(event["ts"]) and event["ts"] >= 0
-        if event["ph"] == "X":
-            assert event["dur"] >= 0
-        elif event["ph"] == "C":
-            assert event["args"] and all(isinstance(value, (int, float)) for value in event["args"].values())
-        elif event["ph"] == "i":
-            assert event["s"] in ("g", "p", "t")
-        elif event["ph"] == "M":
-            assert event["name"] in ("process_name", "thread_name") and isinstance(event["args"]["name"], str)
-        else:
-            assert event["ph"] in ("B", "E")
-    slices = [event for event in events if event["ph"] in ("B", "X", "E")]
-    for event in sorted(slices, key=lambda event: event["ts"]):
-        stack = stacks[event["pid"], event["tid"]]
-        while stack and stack[-1] <= event["ts"] + 1e-3 and event["ph"] != "E":
-            stack.pop()
-        if event["ph"] == "X":
-            assert not stack or event["ts"] + event["dur"] <= stack[-1] + 2e-3, event
-            stack.append(event["ts"] + event["dur"])
-    begun = [event["name"] for event in slices if event["ph"] == "B"]
-    assert sorted(begun) == sorted(event["name"] for event in slices if event["ph"] == "E")
-
-
 def test_perfetto_events_are_valid_and_nest(session: Path) -> None:
     events = timeline(session)
-    assert_trace_events(events)
+    check_trace_events(events)
     steps = [event for event in events if event["ph"] == "X" and event["name"].startswith("step ")]
     assert len(steps) == len(steps_of(session))
     rejects = [event for event in events if event["ph"] == "i" and event["name"].startswith("rejected")]
@@ -129,7 +102,7 @@ def test_perfetto_answers_side_by_side_lie_in_different_lanes_and_later_ones_use
             if data["id"] == "x":
                 file.write(json.dumps({**data, "turn": 2}) + "\n")
     events = timeline(path)
-    assert_trace_events(events)
+    check_trace_events(events)
     lanes = {event["name"]: event["tid"] for event in events if event["ph"] == "B"}
     assert lanes["answer 0"] != lanes["answer 1"] and lanes["answer 2"] in (lanes["answer 0"], lanes["answer 1"])
 
@@ -141,7 +114,7 @@ def test_perfetto_times_are_those_of_the_steps(tmp_path: Path) -> None:
 
     path = write_session(tmp_path / "a", Answer("x", seed=1), change=spread)
     events = timeline(path)
-    assert_trace_events(events)
+    check_trace_events(events)
     steps = [event for event in events if event["name"].startswith("step ")]
     assert all(event["dur"] == pytest.approx(8000) for event in steps)
     apart = [after["ts"] - before["ts"] for before, after in pairwise(steps)]
@@ -153,7 +126,89 @@ def test_perfetto_times_are_those_of_the_steps(tmp_path: Path) -> None:
 def test_perfetto_closes_answers_that_have_no_end(session: Path, tmp_path: Path) -> None:
     cut = tmp_path / "cut"
     cut.write_bytes(session.read_bytes()[: -len(session.read_bytes().splitlines()[-1]) - 40])
-    assert_trace_events(timeline(cut))
+    check_trace_events(timeline(cut))
+
+
+def test_perfetto_closes_what_a_dead_engine_left_open_in_its_own_process(session: Path, tmp_path: Path) -> None:
+    lines = session.read_text().splitlines(keepends=True)
+    again = [json.dumps({**json.loads(line), "turn": json.loads(line).get("turn", 0) + 7}) + "\n" for line in lines]
+    twice = tmp_path / "twice"
+    twice.write_text("".join([*lines[: len(lines) // 2], *again]))
+    events = timeline(twice)
+    check_trace_events(events)
+    sessions = {event["pid"]: event["name"] for event in events if event["ph"] == "E"}
+    assert sorted(sessions) == [1, 2]
+    assert {event["tid"] for event in events if event["pid"] == 2 and event["ph"] == "B"} == {1, 2}
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_perfetto_holds_for_any_times(tmp_path: Path, seed: int) -> None:
+    chooser = random.Random(seed)
+
+    def scatter(line: dict[str, Any]) -> None:
+        if chooser.random() < 0.9 and "t_ns" in line:
+            line["t_ns"] = chooser.choice([None, 0, 10**9, 10**9 + 333, -5, 7 * 10**15]) or chooser.randrange(10**10)
+        for name in ("step_ms", "draft_ms", "plan_ms", "verify_ms", "accept_ms"):
+            if name in line:
+                line[name] = chooser.choice([None, 0.0, 1e-7, 1 / 3, 2.0, 1e6, -1.0])
+
+    answers = [Answer(str(n), modes=MODES, seed=n, num_tokens=12) for n in range(3)]
+    check_trace_events(timeline(write_session(tmp_path / "a", *answers, change=scatter)))
+
+
+def test_perfetto_marks_changes_of_mode_and_settings(session: Path, tmp_path: Path) -> None:
+    lines = session.read_text().splitlines(keepends=True)
+    at = len(lines) // 2
+    t_ns = json.loads(lines[at])["t_ns"]
+    changes = {"temperature": {"from": 1.0, "to": 0.2}}
+    news = [
+        {
+            "schema": "sparkchat.trace/1",
+            "type": "mode_change",
+            "turn": None,
+            "from": "off",
+            "to": "static",
+            "t_ns": t_ns,
+        },
+        {
+            "schema": "sparkchat.trace/1",
+            "type": "setting_change",
+            "turn": 0,
+            "id": "x",
+            "changes": changes,
+            "t_ns": t_ns,
+        },
+    ]
+    marked = tmp_path / "marked"
+    marked.write_text("".join([*lines[:at], *(json.dumps(each) + "\n" for each in news), *lines[at:]]))
+    events = timeline(marked)
+    check_trace_events(events)
+    marks = {event["name"]: event["args"] for event in events if event["ph"] == "i" and event["s"] == "p"}
+    assert marks["setting temperature"]["changes"] == changes and "mode off to static" in marks
+
+
+def test_the_check_of_perfetto_events_finds_what_readers_drop(session: Path) -> None:
+    """A check that lets everything pass would prove nothing."""
+    events = timeline(session)
+    steps = [n for n, event in enumerate(events) if event["name"].startswith("step ")]
+    counter = next(n for n, event in enumerate(events) if event["ph"] == "C")
+    end = next(n for n, event in enumerate(events) if event["ph"] == "E")
+    for harm in (
+        lambda all_: all_[steps[0]].update(dur=1e12),  # ends behind the answer
+        lambda all_: all_[steps[-1]].update(ts=0.0, dur=0.0),  # goes back
+        lambda all_: all_[steps[0]].update(ts=float("nan")),
+        lambda all_: all_.pop(end),  # never ended
+        lambda all_: all_.insert(end, dict(all_[end])),  # ended twice
+        lambda all_: all_[counter].update(args={"other": 1}),
+        lambda all_: all_[counter].update(args={"value": None}),
+        lambda all_: all_.insert(9, {**all_[counter], "ph": "s", "id": 1}),  # a flow without an end
+        lambda all_: all_.pop(0),  # no name of the process
+        lambda all_: all_[steps[1]].update(tid=77),
+    ):
+        broken = [dict(event) for event in events]
+        harm(broken)
+        with pytest.raises(AssertionError):
+            check_trace_events(broken)
 
 
 # HTML and SVG

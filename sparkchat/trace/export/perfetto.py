@@ -2,8 +2,9 @@
 
 A process is a session (one engine), a thread a lane of answers: answers that ran side by side lie in different lanes.
 An answer is a slice; in it lie the prompt, the steps, and in each step its phases. Counters follow verify length,
-accepted drafts, confidence and speed; instants mark rejections, changes of mode, and errors. Times are microseconds
-from the first line.
+accepted drafts, confidence and speed; instants mark rejections, changes of mode and of settings, and errors. Times are
+microseconds from the first line, to the nanosecond. Within a thread and within a counter they never go back, and what
+lies in a slice ends within it to the nanosecond: readers of the format repair neither.
 """
 
 from __future__ import annotations
@@ -44,16 +45,19 @@ class _Lane:
     """Where the newest slice of the answer ends."""
     start_us: float = 0.0
     has_steps: bool = False
+    is_over: bool = False
 
 
 class _Timeline:
     def __init__(self) -> None:
         self.header: Mapping[str, Any] = {}
         self._pid = 0
-        self._named_lanes: set[tuple[int, int]] = set()
         self._answers: OpenAnswers[_Lane] = OpenAnswers(_Lane)
-        self._free: list[int] = []
-        self._num_lanes = 0
+        self._lanes: dict[int, _Lane] = {}
+        """The answers of the present session, by lane."""
+        self._lane_ends: dict[int, float] = {}
+        """Where each lane of the present session is free from."""
+        self._newest_mark = 0.0
         self._first_ns: int | None = None
         self._last_us = 0.0
 
@@ -63,15 +67,14 @@ class _Timeline:
             if number == 0 and line.type != "header":
                 yield from self._header({})
             yield from self._events(line)
-        for lane in self._answers.left_open:
-            yield self._slice_end(lane)
+        yield from self._close_all()
 
     def _events(self, line: TraceLine) -> Iterator[Event]:
         if line.type == "header":
             yield from self._header(line.data)
         elif line.type in ("turn", "step", "end"):
             lane = self._answers.of(line)
-            if lane is not None:
+            if lane is not None and not lane.is_over:
                 yield from self._open(lane, line)
                 if line.type == "step":
                     yield from self._step(lane, line)
@@ -79,13 +82,21 @@ class _Timeline:
                     yield from self._end(lane, line)
         elif line.type == "mode_change":
             name = f"mode {line.data.get('from')} to {line.data['to']}"
-            yield self._instant(name, "p", self._us(line.data), {"turn": line.data.get("turn")})
+            yield self._mark(name, self._us(line.data), {"turn": line.data.get("turn")})
+        elif line.type == "setting_change":
+            names = ", ".join(map(str, line.data["changes"])) if isinstance(line.data.get("changes"), dict) else "?"
+            args = {"turn": line.data.get("turn"), "changes": line.data.get("changes")}
+            yield self._mark(f"setting {names}", self._us(line.data), args)
         elif line.type == "error":
-            yield self._instant("error", "p", self._last_us, {"message": line.data["message"]})
+            yield self._mark("error", self._last_us, {"message": line.data["message"]})
 
     def _header(self, header: Mapping[str, Any]) -> Iterator[Event]:
+        # A new engine knows nothing of the old one's answers.
+        yield from self._close_all()
         self.header = self.header or header
         self._pid += 1
+        self._lane_ends.clear()
+        self._newest_mark = 0.0
         name = f"{header.get('model') or 'unknown model'} + {header.get('drafter') or 'no drafter'}"
         yield self._metadata("process_name", 0, f"sparkchat: {name} on {header.get('device') or 'unknown device'}")
 
@@ -93,16 +104,11 @@ class _Timeline:
         """Give a new answer the first free lane, and begin its slice."""
         if lane.number >= 0:
             return
-        if self._free:
-            self._free.sort(reverse=True)
-            lane.tid = self._free.pop()
-        else:
-            self._num_lanes += 1
-            lane.tid = self._num_lanes
+        lane.tid = next(tid for tid in range(1, len(self._lanes) + 2) if tid not in self._lanes)
+        self._lanes[lane.tid] = lane
         lane.number = line.data["turn"]
-        lane.start_us = lane.end_us = self._start_us(line)
-        if (self._pid, lane.tid) not in self._named_lanes:
-            self._named_lanes.add((self._pid, lane.tid))
+        lane.start_us = lane.end_us = max(self._start_us(line), self._lane_ends.get(lane.tid, 0.0))
+        if lane.tid not in self._lane_ends:
             yield self._metadata("thread_name", lane.tid, f"answers {lane.tid}")
         names = ("mode", "sampling", "block_size", "num_prompt_tokens", "cached_tokens", "id")
         args = {name: line.data[name] for name in names if line.type == "turn" and name in line.data}
@@ -134,7 +140,7 @@ class _Timeline:
         if reject is not None:
             position = reject.get("pos")
             where = f"rejected at {position + 1}" if position is not None else "rejected"
-            yield {**self._instant(where, "t", end, reject), "tid": lane.tid}
+            yield self._instant(where, "t", lane.tid, end, reject)
 
     def _counters(self, lane: _Lane, step: Mapping[str, Any], at: float, accepted: int) -> Iterator[Event]:
         confidence = [value for value in step.get("confidence") or () if value is not None]
@@ -150,9 +156,18 @@ class _Timeline:
                 yield {**self._at("C", 0, at), "name": name + lane_name, "args": {"value": value}}
 
     def _end(self, lane: _Lane, line: TraceLine) -> Iterator[Event]:
-        yield {**self._slice_end(lane), "args": {"finish_reason": line.data["finish_reason"]}}
+        yield {**self._close(lane), "args": {"finish_reason": line.data["finish_reason"]}}
         self._answers.close(line)
-        self._free.append(lane.tid)
+
+    def _close(self, lane: _Lane) -> Event:
+        lane.is_over = True
+        self._lane_ends[lane.tid] = lane.end_us
+        del self._lanes[lane.tid]
+        return {**self._at("E", lane.tid, lane.end_us), "name": f"answer {lane.number}", "cat": "answer"}
+
+    def _close_all(self) -> Iterator[Event]:
+        for lane in list(self._lanes.values()):
+            yield self._close(lane)
 
     # Events
 
@@ -163,11 +178,13 @@ class _Timeline:
         begin, end = round(begin, 3), round(end, 3)
         return {**self._at("X", tid, begin), "dur": round(end - begin, 3), "name": name, "cat": "step", "args": args}
 
-    def _slice_end(self, lane: _Lane) -> Event:
-        return {**self._at("E", lane.tid, lane.end_us), "name": f"answer {lane.number}", "cat": "answer"}
+    def _instant(self, name: str, scope: str, tid: int, us: float, args: Mapping[str, Any]) -> Event:
+        return {**self._at("i", tid, us), "s": scope, "name": name, "cat": "mark", "args": args}
 
-    def _instant(self, name: str, scope: str, us: float, args: Mapping[str, Any]) -> Event:
-        return {**self._at("i", 0, us), "s": scope, "name": name, "cat": "mark", "args": args}
+    def _mark(self, name: str, us: float, args: Mapping[str, Any]) -> Event:
+        """Something that happened to the whole session."""
+        self._newest_mark = max(us, self._newest_mark)
+        return self._instant(name, "p", 0, self._newest_mark, args)
 
     def _metadata(self, name: str, tid: int, value: str) -> Event:
         return {**self._at("M", tid, 0.0), "name": name, "args": {"name": value}}
