@@ -1,0 +1,74 @@
+"""A rank of tests/gpu/test_symmetric_on_gpu.py: sums and follows the first, in and out of a graph, and says it did.
+
+python symmetric_ranks.py RANK SIZE STORE
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+os.environ.update(NCCL_NVLS_ENABLE="0", TORCH_SYMM_MEM_DISABLE_MULTICAST="1")
+
+import torch
+import torch.distributed as dist
+
+from sparkchat.models.parallel import ProcessGroup, add_parts
+from sparkchat.models.symmetric import SymmetricGroup, open_group
+
+REPLAYS = 200
+
+
+def part_of(rank: int, number: int, dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * number + rank)
+    return torch.randn(6, 4096, generator=generator).to(dtype).cuda()
+
+
+def main(rank: int, size: int, store: str) -> None:
+    torch.cuda.set_device(rank)
+    device = torch.device("cuda", rank)
+    dist.init_process_group("nccl", store=dist.FileStore(store, size), rank=rank, world_size=size, device_id=device)
+    group, nccl = open_group(device), ProcessGroup()
+    assert isinstance(group, SymmetricGroup), "the GPUs do not read each other's memory"
+    for number in range(4):
+        for dtype in (torch.bfloat16, torch.float32):
+            x = part_of(rank, number, dtype)
+            parts = [part_of(r, number, dtype) for r in range(size)]
+            found = group.sum(x)
+            if size == 2 or dtype == torch.float32:
+                assert torch.equal(found, add_parts(parts)), "a sum"
+            assert torch.equal(group.join(x), torch.cat(parts, dim=-1)), "parts side by side"
+            assert torch.equal(nccl.join(x), torch.cat(parts, dim=-1)), "parts by NCCL"
+            held = group.parts(x)
+            assert group.addresses(held).tolist() == [part.data_ptr() for part in held], "addresses"
+    x, state = torch.zeros(6, 4096, device=device), torch.zeros(64, dtype=torch.int64, device=device)
+    outputs = torch.zeros(8, 6, 4096, device=device)
+
+    def stage() -> None:
+        group.follow_first(state)
+        for number in range(8):
+            outputs[number] = group.sum(x + number) if number % 2 else add_parts(group.parts(x + number))
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        stage()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
+        stage()
+    for turn in range(REPLAYS):
+        x.fill_(turn + rank)
+        state.fill_(turn if rank == 0 else -1)
+        graph.replay()
+        wanted = [sum(turn + r + number for r in range(size)) for number in range(8)]
+        assert outputs[:, 0, 0].tolist() == wanted, (turn, outputs[:, 0, 0].tolist(), wanted)
+        assert bool((outputs == outputs[:, :1, :1]).all()), turn
+        assert state.tolist() == [turn] * 64, turn
+    dist.barrier()
+    print("all alike")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
