@@ -7,10 +7,10 @@
 Prompt files are JSON lines (or those gzipped), a prompt a line: ``turns`` (DeepSpec's eval_datasets, FastChat's
 question.jsonl: the first turn counts), ``question`` (GSM8K's test.jsonl) or ``prompt`` (HumanEval.jsonl.gz).
 
-Every block is verified whole. As in DeepSpec: the token from the prompt counts nowhere, an answer ends behind an accepted
-end token, a block then counts up to that token, and lengths include the token behind the accepted drafts. The threshold
-sweep is replayed on the recorded blocks: the leading drafts whose raw confidence reaches the threshold would have been
-verified. Intervals are 95 % bootstraps over prompts.
+Every block is verified whole. As in DeepSpec: the token from the prompt counts nowhere, an answer ends behind an
+accepted end token, a block then counts up to that token, and lengths include the token behind the accepted drafts. The
+threshold sweep is replayed on the recorded blocks: the leading drafts whose raw confidence reaches the threshold would
+have been verified. Intervals are 95 % bootstraps over prompts.
 """
 
 from __future__ import annotations
@@ -110,9 +110,8 @@ def named_file(text: str) -> tuple[str, Path]:
 
 def read_prompts(path: Path) -> list[str]:
     """The first turn of every line. Raises ValueError naming the line that has none."""
-    opened = gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8")
     prompts = []
-    with opened as file:
+    with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue

@@ -28,6 +28,7 @@ from sparkchat.catalog import load_profile
 from sparkchat.engine.engine import Engine
 from sparkchat.params import GenerateRequest, LoadSpec, SamplingParams
 from sparkchat.paths import user_paths
+from sparkchat.resolve import corrections_of, resolve_options
 from sparkchat.train.prompts import prompt_books
 
 
@@ -91,7 +92,7 @@ def spec_of(options: argparse.Namespace) -> LoadSpec:
         mode="compact",
         block_size=options.block_size,
         chat_template=profile.get("model.chat_template"),
-        temperatures=profile.get("speculation.temperatures"),
+        **corrections_of(resolve_options(profile, {}, {})),
         threads=options.threads,
     )
 
@@ -113,6 +114,7 @@ class EngineArm:
             "tokens": len(result["token_ids"]) - 1,
             "ms": result["timing"]["decode_ms"],
             "tokens_per_second": result["timing"]["tokens_per_second"],
+            "token_ids": result["token_ids"],
             "speculation": result["speculation"],
         }
 

@@ -4,7 +4,8 @@
 
 MODEL is a .gguf file or a model folder. OUT/drafter is the drafter with the output rows of its own draft vocabulary:
 both engines can share a whole output head with the target, but not a part of one, and our file leaves the rows out
-because the target has them. OUT/target, for a .gguf, has the config.json and tokenizer that llama.cpp's converter reads:
+because the target has them. OUT/target, for a .gguf, has the config.json and tokenizer that llama.cpp's converter
+reads (which imports sentencepiece, although this tokenizer needs none of it):
 
     python convert_hf_to_gguf.py OUT/drafter --target-model-dir OUT/target --outtype q8_0 --outfile drafter.gguf
     llama-server -m MODEL -md drafter.gguf --spec-type draft-dspark --spec-draft-n-max 7
