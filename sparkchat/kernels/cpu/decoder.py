@@ -12,8 +12,8 @@ from torch import Tensor
 from sparkchat.kernels.cpu import stack
 from sparkchat.kernels.cpu.matrix import PackedMatrix
 from sparkchat.kernels.cpu.product import SCRATCH_BYTES
+from sparkchat.kernels.cpu.rows import GROUP, GROUP_ROW_BYTES
 from sparkchat.kernels.cpu.team import MOST_COUNTERS, STACK, team
-from sparkchat.kernels.cpu.tiles import GROUP
 
 _STATIC = (
     stack.INPUT_NORM,
@@ -95,9 +95,8 @@ class Decoder:
         mixed = torch.empty((count, heads * self._size))
         act = torch.empty((count, self._inner))
         longest = max(self._hidden, self._inner, heads * self._size)
-        sums_stride = 4 * -(-longest // GROUP)
         context = 4 * (-(-int(rows.ends.max()) // 16) * 16)
-        scratch_bytes = SCRATCH_BYTES + context + count * (sums_stride + 4 * self._hidden)
+        scratch_bytes = SCRATCH_BYTES + context + count * (4 * self._hidden + -(-longest // GROUP) * GROUP_ROW_BYTES)
         scratch_bytes += -scratch_bytes % 64
         scratch = torch.empty((threads, scratch_bytes), dtype=torch.uint8)
         self._place(caches, taps)
@@ -126,10 +125,8 @@ class Decoder:
             4 * qkv.shape[1],
             mixed.data_ptr(),
             act.data_ptr(),
-            4 * self._inner,
             scratch.data_ptr(),
             scratch_bytes,
-            sums_stride,
             context,
         )
         team(threads).run(STACK, job)

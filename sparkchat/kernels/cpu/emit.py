@@ -9,14 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from llvmlite import ir
+from llvmlite import binding, ir
 from numba.core import cgutils
 
 LANES = 16
 F32, I64, I32 = ir.FloatType(), ir.IntType(64), ir.IntType(32)
 VECTOR = ir.VectorType(F32, LANES)
 _WORDS = ir.VectorType(I32, LANES)
+_PAIRS = ir.VectorType(ir.IntType(16), 2 * LANES)
+WORD_ZERO = ir.Constant(_WORDS, [0] * LANES)
 _ZERO_MASK = ir.Constant(ir.VectorType(I32, LANES), [0] * LANES)
+_IS_X86 = binding.get_process_triple().startswith("x86_64")
 LOG2_E = 1.4426950408889634
 LN2_HIGH, LN2_LOW = 0.693359375, -2.1219444005469057e-4
 """ln 2 in two parts, the first with few bits, so that n * LN2_HIGH is exact."""
@@ -59,12 +62,61 @@ class Emitter:
         codes = b.load(self._pointer(address, ir.VectorType(ir.IntType(8), LANES)), align=1)
         return b.sitofp(b.sext(codes, _WORDS), VECTOR)
 
-    def nibbles(self, address: ir.Value) -> tuple[ir.Value, ir.Value]:
-        """16 bytes -> their low and their high halves as float32."""
+    def pairs(self, address: ir.Value, kind: str) -> ir.Value:
+        """32 whole numbers of 16 bits, two for each lane, from memory: of i16 or i8."""
         b = self.builder
-        codes = b.load(self._pointer(address, ir.VectorType(ir.IntType(8), LANES)), align=1)
-        words = b.zext(codes, _WORDS)
-        return b.uitofp(b.and_(words, _words(15)), VECTOR), b.uitofp(b.lshr(words, _words(4)), VECTOR)
+        width = 16 if kind == "i16" else 8
+        values = b.load(self._pointer(address, ir.VectorType(ir.IntType(width), 2 * LANES)), align=width // 8)
+        return values if kind == "i16" else b.sext(values, _PAIRS)
+
+    def nibble(self, words: ir.Value, place: int) -> ir.Value:
+        """The 4 bits at ``place`` (0 to 3) of each of 32 words."""
+        b = self.builder
+        if place:
+            words = b.lshr(words, ir.Constant(_PAIRS, [4 * place] * 2 * LANES))
+        return words if place == 3 else b.and_(words, ir.Constant(_PAIRS, [15] * 2 * LANES))
+
+    def pair(self, address: ir.Value) -> ir.Value:
+        """Two whole numbers of 16 bits from memory, for every lane."""
+        b = self.builder
+        both = b.load(self._pointer(address, I32), align=2)
+        first = b.insert_element(ir.Constant(_WORDS, ir.Undefined), both, I32(0))
+        return b.bitcast(b.shuffle_vector(first, ir.Constant(_WORDS, ir.Undefined), _ZERO_MASK), _PAIRS)
+
+    def dot_pairs(self, a: ir.Value, b: ir.Value, sums: ir.Value) -> ir.Value:
+        """sums [16] + the products of each lane's two numbers."""
+        if _IS_X86:
+            # LLVM finds this instruction by itself in some places and takes five others in the rest.
+            halves = [self._pmaddwd(*(self._half(v, i) for v in (a, b))) for i in (0, 1)]
+            both = self.builder.shuffle_vector(*halves, ir.Constant(_WORDS, list(range(LANES))))
+            return self.builder.add(sums, both)
+        products = []
+        for odd in (0, 1):
+            mask = ir.Constant(_WORDS, list(range(odd, 2 * LANES, 2)))
+            left, right = (self.builder.sext(self.builder.shuffle_vector(v, v, mask), _WORDS) for v in (a, b))
+            products.append(self.builder.mul(left, right))
+        return self.builder.add(sums, self.builder.add(*products))
+
+    def _half(self, values: ir.Value, half: int) -> ir.Value:
+        places = list(range(half * LANES, (half + 1) * LANES))
+        return self.builder.shuffle_vector(values, values, ir.Constant(_WORDS, places))
+
+    def _pmaddwd(self, a: ir.Value, b: ir.Value) -> ir.Value:
+        kind = ir.FunctionType(ir.VectorType(I32, LANES // 2), [ir.VectorType(ir.IntType(16), LANES)] * 2)
+        name = "llvm.x86.avx2.pmadd.wd"
+        return self.builder.call(cgutils.get_or_insert_function(self.builder.module, kind, name), [a, b])
+
+    def whole(self, sums: ir.Value) -> ir.Value:
+        """[16] whole numbers as float32."""
+        return self.builder.sitofp(sums, VECTOR)
+
+    def store_rounded(self, value: ir.Value, address: ir.Value) -> None:
+        """As whole numbers of 16 bits, rounded to the nearest; what is no number becomes the smallest."""
+        b = self.builder
+        held = self.larger(value, self.splat(-32768.0))
+        half = ir.VectorType(ir.IntType(16), LANES)
+        near = self._whole_number(held)
+        b.store(b.trunc(b.fptosi(near, _WORDS), half), self._pointer(address, half), align=2)
 
     def store(self, value: ir.Value, address: ir.Value, kind: str = "f32") -> None:
         """As float32, or rounded to the nearest bf16, ties to even; what is no number stays none."""
@@ -92,6 +144,11 @@ class Emitter:
         return self.builder.call(
             cgutils.get_or_insert_function(self.builder.module, kind, "llvm.fma.v16f32"), [a, b, c]
         )
+
+    def _whole_number(self, x: ir.Value) -> ir.Value:
+        kind = ir.FunctionType(VECTOR, [VECTOR])
+        name = "llvm.nearbyint.v16f32"
+        return self.builder.call(cgutils.get_or_insert_function(self.builder.module, kind, name), [x])
 
     def _floor(self, x: ir.Value) -> ir.Value:
         kind = ir.FunctionType(VECTOR, [VECTOR])

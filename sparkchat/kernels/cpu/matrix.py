@@ -8,8 +8,9 @@ from torch import Tensor
 
 from sparkchat.kernels.cpu.emit import LANES
 from sparkchat.kernels.cpu.product import RECORD_WORDS, SCRATCH_BYTES
+from sparkchat.kernels.cpu.rows import GROUP, GROUP_ROW_BYTES
 from sparkchat.kernels.cpu.team import PRODUCT, team
-from sparkchat.kernels.cpu.tiles import BF16, GROUP, GROUP_BYTES, Q4, Q8, tile_addresses
+from sparkchat.kernels.cpu.tiles import BF16, GROUP_BYTES, Q4, Q8, tile_addresses
 
 
 class PackedMatrix:
@@ -52,7 +53,7 @@ class PackedMatrix:
             return out[:, : self.outputs]
         scratch = torch.empty((threads, SCRATCH_BYTES), dtype=torch.uint8)
         groups = self.inputs // GROUP
-        sums = torch.empty((count, groups), dtype=torch.float32)
+        packed = torch.empty((count, groups * GROUP_ROW_BYTES), dtype=torch.uint8) if self.kind != BF16 else None
         job = np.array(
             (
                 self.record,
@@ -62,11 +63,9 @@ class PackedMatrix:
                 groups,
                 out.data_ptr(),
                 4 * self.width,
-                sums.data_ptr(),
-                4 * groups,
+                0 if packed is None else packed.data_ptr(),
                 scratch.data_ptr(),
                 SCRATCH_BYTES,
-                self.kind == Q4,
             ),
             np.int64,
         )
@@ -85,10 +84,14 @@ def pack_codes(codes: Tensor, scale: Tensor, shift: Tensor | None) -> tuple[int,
     kind = Q4 if codes.dtype == torch.uint8 else Q8
     groups = codes.shape[1] // GROUP
     lanes = _filled(codes, -(-codes.shape[0] // LANES) * LANES).view(-1, LANES, groups, GROUP).permute(0, 2, 3, 1)
+    # Two inputs side by side for each lane; of 4 bits, four such pairs share the words of 16 bits.
     if kind == Q4:
-        pairs = lanes.reshape(-1, groups, GROUP // 2, 2, LANES)
-        lanes = pairs[:, :, :, 0] | (pairs[:, :, :, 1] << 4)
-    parts = [lanes.reshape(-1, groups, lanes.shape[2] * LANES).contiguous().view(torch.uint8), _halves(scale)]
+        pairs = lanes.reshape(-1, groups, GROUP // 8, 4, 2, LANES).transpose(4, 5).to(torch.int32)
+        words = pairs[:, :, :, 0] | pairs[:, :, :, 1] << 4 | pairs[:, :, :, 2] << 8 | pairs[:, :, :, 3] << 12
+        lanes = torch.where(words > 32767, words - 65536, words).to(torch.int16)
+    else:
+        lanes = lanes.reshape(-1, groups, GROUP // 2, 2, LANES).transpose(3, 4)
+    parts = [lanes.reshape(lanes.shape[0], groups, -1).contiguous().view(torch.uint8), _halves(scale)]
     if kind == Q4:
         parts.append(_halves(torch.zeros_like(scale) if shift is None else shift))
     data = torch.cat(parts, dim=2)

@@ -21,31 +21,31 @@ _SHARES = 64
 
 
 @njit(nogil=True)
-def _block(m, codes, x, x_stride, sums, sums_stride, count, out, out_stride):
+def _block(m, codes, x, x_stride, count, out, out_stride):
     """One lane block times ``count`` rows."""
     row = 0
     while row < count:
         height = min(4, count - row)
         call_tile(
             m[TILES + height - 1], codes, m[BLOCK_BYTES], m[GROUPS], x + row * x_stride, x_stride,
-            sums + row * sums_stride, sums_stride, out + row * out_stride, out_stride,
+            out + row * out_stride, out_stride,
         )  # fmt: skip
         row += height
 
 
 @njit(nogil=True)
-def _unit(m, unit, x, x_stride, sums, sums_stride, count, epilogue, out, out_stride, scratch):
+def _unit(m, unit, x, x_stride, count, epilogue, out, out_stride, scratch):
     """Lane block ``unit`` of the output, from one block of the matrix or, gated, from two."""
     codes = m[CODES] + unit * m[BLOCK_BYTES]
     place = out + unit * BYTES
     bias = 0 if m[BIAS] == 0 else m[BIAS] + unit * BYTES
     if epilogue == STORE:
-        _block(m, codes, x, x_stride, sums, sums_stride, count, place, out_stride)
+        _block(m, codes, x, x_stride, count, place, out_stride)
         if bias:
             for r in range(count):
                 add(bias, place + r * out_stride)
         return
-    _block(m, codes, x, x_stride, sums, sums_stride, count, scratch, BYTES)
+    _block(m, codes, x, x_stride, count, scratch, BYTES)
     if epilogue == ADD:
         for r in range(count):
             if bias:
@@ -54,7 +54,7 @@ def _unit(m, unit, x, x_stride, sums, sums_stride, count, epilogue, out, out_str
         return
     half = m[BLOCKS] // 2
     other = scratch + SLAB * BYTES
-    _block(m, codes + half * m[BLOCK_BYTES], x, x_stride, sums, sums_stride, count, other, BYTES)
+    _block(m, codes + half * m[BLOCK_BYTES], x, x_stride, count, other, BYTES)
     for r in range(count):
         if bias:
             add(bias, scratch + r * BYTES)
@@ -63,7 +63,7 @@ def _unit(m, unit, x, x_stride, sums, sums_stride, count, epilogue, out, out_str
 
 
 @njit(nogil=True)
-def multiply(record, x, x_stride, sums, sums_stride, count, epilogue, out, out_stride, counter, threads, scratch):
+def multiply(record, x, x_stride, count, epilogue, out, out_stride, counter, threads, scratch):
     """This thread's share of ``count`` rows times the matrix of ``record``; ``counter`` is the next block to take."""
     m = words(record, RECORD_WORDS)
     units = m[BLOCKS] // 2 if epilogue == GATE else m[BLOCKS]
@@ -75,7 +75,7 @@ def multiply(record, x, x_stride, sums, sums_stride, count, epilogue, out, out_s
         row = 0
         while row < count:
             rows = min(SLAB, count - row)
-            at, sums_at, to = x + row * x_stride, sums + row * sums_stride, out + row * out_stride
+            at, to = x + row * x_stride, out + row * out_stride
             unit = first
             while is_single and unit + 2 <= last:
                 codes = m[CODES] + unit * m[BLOCK_BYTES]
@@ -86,14 +86,12 @@ def multiply(record, x, x_stride, sums, sums_stride, count, epilogue, out, out_s
                     m[GROUPS],
                     at,
                     x_stride,
-                    sums_at,
-                    sums_stride,
                     to + unit * BYTES,
                     0,
                 )
                 unit += 2
             while unit < last:
-                _unit(m, unit, at, x_stride, sums_at, sums_stride, rows, epilogue, to, out_stride, scratch)
+                _unit(m, unit, at, x_stride, rows, epilogue, to, out_stride, scratch)
                 unit += 1
             row += rows
         first = fetch_add(counter, share)

@@ -15,6 +15,11 @@ from sparkchat.kernels.cpu.emit import F32, I64, LANES, Emitter, repeat
 
 BYTES = 4 * LANES
 """Of a vector in float32."""
+GROUP = 32
+"""Inputs that share a scale."""
+GROUP_ROW_BYTES = 2 * GROUP + 8
+"""Of 32 inputs in a packed row."""
+LARGEST = 32767.0
 _SIZES = {"f32": 4, "bf16": 2}
 
 
@@ -72,16 +77,34 @@ def _norm(e: Emitter, x: ir.Value, weight: ir.Value, eps: ir.Value, blocks: ir.V
     repeat(b, blocks, [], scale)
 
 
-def _sum_groups(e: Emitter, x: ir.Value, groups: ir.Value, out: ir.Value) -> None:
-    """Sums of each 32 numbers of x, which the shifts of 4 bit codes multiply."""
+def _pack(e: Emitter, x: ir.Value, groups: ir.Value, out: ir.Value) -> None:
+    """A row as codes are multiplied with: 16 bit numbers, then the scale of each 32 of them, then the sums of each 32.
 
-    def add(g: ir.Value) -> list[ir.Value]:
+    The largest of 32 becomes 32767: a rounding of 1 part in 65,000 of it, a hundredth of bfloat16's. What is no number
+    makes its scale none.
+    """
+    b = e.builder
+    scales = e.at(out, e.times(groups, 2 * GROUP))
+    sums = e.at(scales, e.times(groups, 4))
+
+    def one(g: ir.Value) -> list[ir.Value]:
         at = e.at(x, e.times(g, 2 * BYTES))
-        both = e.builder.fadd(e.load(at), e.load(e.at(at, BYTES)))
-        e.builder.store(e.total(both), e.builder.inttoptr(e.at(out, e.times(g, 4)), F32.as_pointer()))
+        halves = [e.load(at), e.load(e.at(at, BYTES))]
+        sizes = [e.larger(half, b.fneg(half)) for half in halves]
+        most = e.across(e.larger(*sizes), e.larger)
+        total = e.total(b.fadd(*halves))
+        # Neither infinity nor what is no number survives as 0.
+        damage = e.total(b.fmul(b.fadd(*halves), e.zero))
+        scale = b.fadd(b.fdiv(most, F32(LARGEST)), damage)
+        is_zero = b.fcmp_ordered("==", most, F32(0.0))
+        inverse = e.splat(b.select(is_zero, F32(0.0), b.fdiv(F32(LARGEST), most)))
+        for i, half in enumerate(halves):
+            e.store_rounded(b.fmul(half, inverse), e.at(out, e.times(g, 2 * GROUP), i * 2 * LANES))
+        for place, value in ((scales, scale), (sums, total)):
+            b.store(value, b.inttoptr(e.at(place, e.times(g, 4)), F32.as_pointer()))
         return []
 
-    repeat(e.builder, groups, [], add)
+    repeat(b, groups, [], one)
 
 
 def _scores(kind: str) -> Callable[..., None]:
@@ -180,7 +203,7 @@ def _copy(kind: str) -> Callable[..., None]:
 
 
 norm = primitive("norm", 5, _norm, floats=(2,))
-sum_groups = primitive("sum_groups", 3, _sum_groups)
+pack = primitive("pack", 3, _pack)
 scores_f32 = primitive("scores_f32", 6, _scores("f32"), floats=(4,))
 scores_bf16 = primitive("scores_bf16", 6, _scores("bf16"), floats=(4,))
 softmax = primitive("softmax", 2, _softmax, types.float32)

@@ -13,12 +13,12 @@ from numba import njit
 from sparkchat.kernels.cpu import rows
 from sparkchat.kernels.cpu.memory import exchange, fetch_add, floats, peek, words, yield_processor
 from sparkchat.kernels.cpu.product import ADD, GATE, KIND, RECORD_WORDS, SCRATCH_BYTES, STORE, multiply
-from sparkchat.kernels.cpu.tiles import GROUP, Q4
+from sparkchat.kernels.cpu.tiles import BF16
 
 # fmt: off
 (COUNT, HIDDEN, HEADS, KEY_HEADS, HEAD_SIZE, INNER, LAYERS, TABLE, X, POSITIONS, ENDS, CACHE_ROWS, ROPE, TAPS,
- TAP_COUNT, OUT, LAST_NORM, EPS, KEYS_BF16, QKV, QKV_STRIDE, MIXED, ACT, ACT_STRIDE, SCRATCH, SCRATCH_STRIDE,
- SUMS_STRIDE, CONTEXT_BYTES) = range(28)
+ TAP_COUNT, OUT, LAST_NORM, EPS, KEYS_BF16, QKV, QKV_STRIDE, MIXED, ACT, SCRATCH, SCRATCH_STRIDE,
+ CONTEXT_BYTES) = range(26)
 # fmt: on
 """Words of a stack's job; capitals in the text below."""
 (INPUT_NORM, POST_NORM, QK_NORM, QKV_MATRIX, O_MATRIX, GATE_UP, DOWN, STORE_BASE, ROW_STRIDE, HEAD_STRIDE, SLOTS,
@@ -50,25 +50,24 @@ def meet(place, threads):
 
 
 @njit(nogil=True)
-def _norm_rows(job, weight, out, sums, is_summed):
-    """Every row of X normed to ``out`` [COUNT, HIDDEN] float32; sums of its groups where codes have shifts."""
+def _norm_rows(job, weight, out):
+    """Every row of X normed to ``out`` [COUNT, HIDDEN] float32."""
     eps = floats(job[EPS], 1)[0]
     stride = 4 * job[HIDDEN]
     for n in range(job[COUNT]):
         rows.norm(job[X] + n * stride, weight, eps, job[HIDDEN] // 16, out + n * stride)
-    if is_summed:
-        _sum_rows(job, out, stride, job[HIDDEN] // GROUP, sums)
 
 
 @njit(nogil=True)
-def _sum_rows(job, x, stride, groups, sums):
-    for n in range(job[COUNT]):
-        rows.sum_groups(x + n * stride, groups, sums + n * job[SUMS_STRIDE])
-
-
-@njit(nogil=True)
-def _is_shifted(record):
-    return words(record, RECORD_WORDS)[KIND] == Q4
+def _multiply(job, matrix, x, inputs, packed, epilogue, out, out_stride, counter, threads, own):
+    """This thread's share of x [COUNT, inputs] float32 times a matrix; ``packed``: room for rows as codes want them."""
+    count, stride = job[COUNT], 4 * inputs
+    if words(matrix, RECORD_WORDS)[KIND] != BF16:
+        wide = inputs // rows.GROUP * rows.GROUP_ROW_BYTES
+        for n in range(count):
+            rows.pack(x + n * stride, inputs // rows.GROUP, packed + n * wide)
+        x, stride = packed, wide
+    multiply(matrix, x, stride, count, epilogue, out, out_stride, counter, threads, own)
 
 
 @njit(nogil=True)
@@ -188,48 +187,36 @@ def _tap(job, tap, thread, threads):
 def run_stack(job_address, place, thread, threads):
     """All layers and the last norm, of thread ``thread``."""
     job = words(job_address, CONTEXT_BYTES + 1)
-    count, wide = job[COUNT], 4 * job[HIDDEN]
+    count, hidden, wide = job[COUNT], job[HIDDEN], 4 * job[HIDDEN]
     own = job[SCRATCH] + thread * job[SCRATCH_STRIDE]
     scores = own + SCRATCH_BYTES
-    sums = scores + job[CONTEXT_BYTES]
-    normed = sums + count * job[SUMS_STRIDE]
+    normed = scores + job[CONTEXT_BYTES]
+    packed = normed + count * wide
     counter = place + 8 * COUNTERS
-    mixed_stride = job[HEADS] * job[HEAD_SIZE] * 4
+    heads_size = job[HEADS] * job[HEAD_SIZE]
     for index in range(job[LAYERS]):
         layer = words(job[TABLE] + index * LAYER_WORDS * 8, LAYER_WORDS)
-        _norm_rows(job, layer[INPUT_NORM], normed, sums, _is_shifted(layer[QKV_MATRIX]))
-        multiply(
-            layer[QKV_MATRIX], normed, wide, sums, job[SUMS_STRIDE], count, STORE, job[QKV], job[QKV_STRIDE],
-            counter, threads, own,
-        )  # fmt: skip
+        _norm_rows(job, layer[INPUT_NORM], normed)
+        _multiply(
+            job, layer[QKV_MATRIX], normed, hidden, packed, STORE, job[QKV], job[QKV_STRIDE], counter, threads, own
+        )
         meet(place, threads)
         _rotate_rows(job, layer, counter + 8)
         meet(place, threads)
         _attend(job, layer, counter + 16, scores)
         meet(place, threads)
-        if _is_shifted(layer[O_MATRIX]):
-            _sum_rows(job, job[MIXED], mixed_stride, mixed_stride // (4 * GROUP), sums)
-        multiply(
-            layer[O_MATRIX], job[MIXED], mixed_stride, sums, job[SUMS_STRIDE], count, ADD, job[X], wide,
-            counter + 24, threads, own,
-        )  # fmt: skip
+        _multiply(job, layer[O_MATRIX], job[MIXED], heads_size, packed, ADD, job[X], wide, counter + 24, threads, own)
         meet(place, threads)
-        _norm_rows(job, layer[POST_NORM], normed, sums, _is_shifted(layer[GATE_UP]))
-        multiply(
-            layer[GATE_UP], normed, wide, sums, job[SUMS_STRIDE], count, GATE, job[ACT], job[ACT_STRIDE],
-            counter + 32, threads, own,
-        )  # fmt: skip
+        _norm_rows(job, layer[POST_NORM], normed)
+        _multiply(
+            job, layer[GATE_UP], normed, hidden, packed, GATE, job[ACT], 4 * job[INNER], counter + 32, threads, own
+        )
         meet(place, threads)
-        if _is_shifted(layer[DOWN]):
-            _sum_rows(job, job[ACT], job[ACT_STRIDE], job[INNER] // GROUP, sums)
-        multiply(
-            layer[DOWN], job[ACT], job[ACT_STRIDE], sums, job[SUMS_STRIDE], count, ADD, job[X], wide,
-            counter + 40, threads, own,
-        )  # fmt: skip
+        _multiply(job, layer[DOWN], job[ACT], job[INNER], packed, ADD, job[X], wide, counter + 40, threads, own)
         meet(place, threads)
         if layer[TAP] >= 0:
             _tap(job, layer[TAP], thread, threads)
         counter += 8 * PHASES_A_LAYER
     eps = floats(job[EPS], 1)[0]
     for n in range(thread, count, threads):
-        rows.norm(job[X] + n * wide, job[LAST_NORM], eps, job[HIDDEN] // 16, job[OUT] + n * wide)
+        rows.norm(job[X] + n * wide, job[LAST_NORM], eps, hidden // 16, job[OUT] + n * wide)

@@ -15,13 +15,13 @@ from numba import njit
 
 from sparkchat.kernels.cpu.memory import exchange, fetch_add, peek, words, yield_processor
 from sparkchat.kernels.cpu.product import STORE, multiply
-from sparkchat.kernels.cpu.rows import sum_groups
+from sparkchat.kernels.cpu.rows import GROUP_ROW_BYTES, pack
 from sparkchat.kernels.cpu.stack import COUNTERS, meet, run_stack
 
 PRODUCT, STACK = 0, 1
 """What a job asks for."""
-(MATRIX, IN, IN_STRIDE, IN_COUNT, GROUPS, TO, TO_STRIDE, SUMS, SUMS_STRIDE, PRODUCT_SCRATCH, PRODUCT_SCRATCH_STRIDE,
- HAS_SUMS) = range(12)  # fmt: skip
+(MATRIX, IN, IN_STRIDE, IN_COUNT, GROUPS, TO, TO_STRIDE, PACKED, PRODUCT_SCRATCH,
+ PRODUCT_SCRATCH_STRIDE) = range(10)  # fmt: skip
 """Words of a product's job."""
 MOST_COUNTERS = 4096
 SEQUENCE, DONE, WORK, ADDRESS, PARKED = 0, 8, 16, 17, 24
@@ -34,16 +34,16 @@ _LOOKS_AT_ONCE = 1000
 
 @njit(nogil=True)
 def _run_product(job_address, place, thread, threads):
-    job = words(job_address, 12)
+    job = words(job_address, 10)
     own = job[PRODUCT_SCRATCH] + thread * job[PRODUCT_SCRATCH_STRIDE]
-    if job[HAS_SUMS]:
+    x, stride = job[IN], job[IN_STRIDE]
+    if job[PACKED]:
         for n in range(thread, job[IN_COUNT], threads):
-            sum_groups(job[IN] + n * job[IN_STRIDE], job[GROUPS], job[SUMS] + n * job[SUMS_STRIDE])
+            pack(x + n * stride, job[GROUPS], job[PACKED] + n * job[GROUPS] * GROUP_ROW_BYTES)
         meet(place, threads)
-    multiply(
-        job[MATRIX], job[IN], job[IN_STRIDE], job[SUMS], job[SUMS_STRIDE], job[IN_COUNT], STORE, job[TO],
-        job[TO_STRIDE], place + 8 * COUNTERS, threads, own,
-    )  # fmt: skip
+        x, stride = job[PACKED], job[GROUPS] * GROUP_ROW_BYTES
+    counter = place + 8 * COUNTERS
+    multiply(job[MATRIX], x, stride, job[IN_COUNT], STORE, job[TO], job[TO_STRIDE], counter, threads, own)
 
 
 @njit(nogil=True)

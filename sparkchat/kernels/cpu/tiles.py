@@ -13,16 +13,16 @@ from llvmlite import ir
 from numba import cfunc, types
 from numba.extending import intrinsic
 
-from sparkchat.kernels.cpu.emit import LANES, Emitter, repeat
-from sparkchat.kernels.cpu.rows import BYTES, primitive
+from sparkchat.kernels.cpu.emit import LANES, WORD_ZERO, Emitter, repeat
+from sparkchat.kernels.cpu.rows import BYTES, GROUP, primitive
 
-GROUP = 32
-"""Inputs that share a scale."""
 Q4, Q8, BF16 = 0, 1, 2
 """Formats: 4 bit codes with scale and shift, 8 bit codes with scale, bfloat16."""
 GROUP_BYTES = {Q4: GROUP * LANES // 2 + 4 * LANES, Q8: GROUP * LANES + 2 * LANES, BF16: GROUP * LANES * 2}
 """Bytes of 32 inputs of a lane block."""
 
+_CODE_BYTES = {Q4: GROUP * LANES // 2, Q8: GROUP * LANES, BF16: GROUP * LANES * 2}
+"""Of 32 inputs without their scales."""
 _PARTS = 4
 """In which 32 inputs are multiplied: whole, the code would be long."""
 
@@ -43,24 +43,24 @@ class Tile:
         groups: ir.Value,
         x: ir.Value,
         x_stride: ir.Value,
-        sums: ir.Value,
-        sums_stride: ir.Value,
         out: ir.Value,
         out_stride: ir.Value,
     ) -> None:
-        """out [rows, width * 16] = x [rows, groups * 32] times the blocks at ``codes``; ``sums`` of x by group."""
+        """out [rows, width * 16] float32 = x [rows, groups * 32] times the blocks at ``codes``.
+
+        x is float32 for bfloat16 weights and packed (``rows.pack``) for codes.
+        """
         blocks = [e.at(codes, e.times(block_bytes, j)) for j in range(self.width)]
         rows = [e.at(x, e.times(x_stride, r)) for r in range(self.rows)]
-        row_sums = [e.at(sums, e.times(sums_stride, r)) for r in range(self.rows)]
+        scales = [e.at(row, e.times(groups, 2 * GROUP)) for row in rows]
 
         def group(g: ir.Value, *totals: ir.Value) -> Values:
             at = [e.at(block, e.times(g, GROUP_BYTES[self.kind])) for block in blocks]
-            here = [e.at(row, e.times(g, 2 * BYTES)) for row in rows]
-            inner = self._multiply(e, at, here, list(totals) if self.kind == BF16 else [e.zero] * len(totals))
+            here = [e.at(row, e.times(g, GROUP * (4 if self.kind == BF16 else 2))) for row in rows]
             if self.kind == BF16:
-                return inner
-            shifts = [e.splat(e.scalar(e.at(s, e.times(g, 4)))) for s in row_sums] if self.kind == Q4 else []
-            return self._scale(e, at, inner, list(totals), shifts)
+                return self._multiply(e, at, here, list(totals))
+            sums = self._multiply(e, at, here, [WORD_ZERO] * len(totals))
+            return self._scale(e, at, sums, list(totals), [e.at(scale, e.times(g, 4)) for scale in scales], groups)
 
         totals = repeat(e.builder, groups, [e.zero] * (self.rows * self.width), group)
         for r in range(self.rows):
@@ -69,63 +69,63 @@ class Tile:
 
     def _multiply(self, e: Emitter, at: Values, rows: Values, sums: Values) -> Values:
         """Add 32 inputs: sums[r * width + j] += codes of block j times row r."""
-        at_once = GROUP // _PARTS
-        block_step, row_step = self._code_bytes // _PARTS, 4 * at_once
+        block_step, row_step = _CODE_BYTES[self.kind] // _PARTS, GROUP * (4 if self.kind == BF16 else 2) // _PARTS
 
         def part(p: ir.Value, *sums: ir.Value) -> Values:
             blocks = [e.at(block, e.times(p, block_step)) for block in at]
-            return self._multiply_part(
-                e, blocks, [e.at(row, e.times(p, row_step)) for row in rows], list(sums), at_once
-            )
+            here = [e.at(row, e.times(p, row_step)) for row in rows]
+            add = self._add_floats if self.kind == BF16 else self._add_pairs
+            return add(e, blocks, here, list(sums))
 
-        return repeat(e.builder, e.times(ir.Constant(ir.IntType(64), 1), _PARTS), sums, part)
+        return repeat(e.builder, ir.Constant(ir.IntType(64), _PARTS), sums, part)
 
-    def _multiply_part(self, e: Emitter, at: Values, rows: Values, sums: Values, count: int) -> Values:
-        step = 2 if self.kind == Q4 else 1
-        for k in range(0, count, step):
-            codes = [self._codes(e, block, k) for block in at]
-            for half in range(step):
-                for r, row in enumerate(rows):
-                    value = e.splat(e.scalar(e.at(row, 4 * (k + half))))
-                    for j in range(self.width):
-                        place = r * self.width + j
-                        sums[place] = e.fma(value, codes[j][half], sums[place])
+    def _add_floats(self, e: Emitter, blocks: Values, rows: Values, sums: Values) -> Values:
+        for k in range(GROUP // _PARTS):
+            weights = [e.load(e.at(block, k * LANES * 2), "bf16") for block in blocks]
+            for r, row in enumerate(rows):
+                value = e.splat(e.scalar(e.at(row, 4 * k)))
+                for j, weight in enumerate(weights):
+                    sums[r * self.width + j] = e.fma(value, weight, sums[r * self.width + j])
         return sums
 
-    @property
-    def _code_bytes(self) -> int:
-        """Of 32 inputs, without scale and shift."""
-        return GROUP * LANES * {Q4: 1, Q8: 2, BF16: 4}[self.kind] // 2
+    def _add_pairs(self, e: Emitter, blocks: Values, rows: Values, sums: Values) -> Values:
+        words = [e.pairs(block, "i16") for block in blocks] if self.kind == Q4 else []
+        for k in range(GROUP // _PARTS // 2):
+            if self.kind == Q4:
+                codes = [e.nibble(word, k) for word in words]
+            else:
+                codes = [e.pairs(e.at(block, k * LANES * 2), "i8") for block in blocks]
+            for r, row in enumerate(rows):
+                pair = e.pair(e.at(row, 4 * k))
+                for j, code in enumerate(codes):
+                    sums[r * self.width + j] = e.dot_pairs(code, pair, sums[r * self.width + j])
+        return sums
 
-    def _codes(self, e: Emitter, block: ir.Value, k: int) -> tuple[ir.Value, ...]:
-        if self.kind == Q4:
-            return e.nibbles(e.at(block, k * LANES // 2))
-        if self.kind == Q8:
-            return (e.load(e.at(block, k * LANES), "i8"),)
-        return (e.load(e.at(block, k * LANES * 2), "bf16"),)
-
-    def _scale(self, e: Emitter, at: Values, inner: Values, totals: Values, shifts: Values) -> Values:
+    def _scale(self, e: Emitter, at: Values, sums: Values, totals: Values, scales: Values, groups: ir.Value) -> Values:
+        """totals += sums * scale of the codes * scale of the row, and, of 4 bits, shift * sum of the row."""
         for j, block in enumerate(at):
-            scale = e.load(e.at(block, self._code_bytes), "f16")
-            shift = e.load(e.at(block, self._code_bytes + 2 * LANES), "f16") if shifts else None
-            for r in range(self.rows):
+            scale = e.load(e.at(block, _CODE_BYTES[self.kind]), "f16")
+            shift = e.load(e.at(block, _CODE_BYTES[self.kind] + 2 * LANES), "f16") if self.kind == Q4 else None
+            for r, row_scale in enumerate(scales):
                 place = r * self.width + j
                 if shift is not None:
-                    totals[place] = e.fma(shift, shifts[r], totals[place])
-                totals[place] = e.fma(scale, inner[place], totals[place])
+                    row_sum = e.splat(e.scalar(e.at(row_scale, e.times(groups, 4))))
+                    totals[place] = e.fma(shift, row_sum, totals[place])
+                both = e.builder.fmul(scale, e.splat(e.scalar(row_scale)))
+                totals[place] = e.fma(both, e.whole(sums[place]), totals[place])
         return totals
 
 
 def _compile(kind: int, rows: int, width: int = 1) -> int:
     """The address of a tile's machine code."""
-    tile = primitive(f"tile_{kind}_{rows}_{width}", 9, Tile(kind, rows, width))
+    tile = primitive(f"tile_{kind}_{rows}_{width}", 7, Tile(kind, rows, width))
 
-    def call(codes, block_bytes, groups, x, x_stride, sums, sums_stride, out, out_stride):  # type: ignore[no-untyped-def]
-        tile(codes, block_bytes, groups, x, x_stride, sums, sums_stride, out, out_stride)
+    def call(codes, block_bytes, groups, x, x_stride, out, out_stride):  # type: ignore[no-untyped-def]
+        tile(codes, block_bytes, groups, x, x_stride, out, out_stride)
 
     # What is compiled is kept under the function's name.
     call.__name__ = call.__qualname__ = f"tile_{kind}_{rows}_{width}"
-    return cfunc(types.void(*[types.int64] * 9), cache=True)(call).address
+    return cfunc(types.void(*[types.int64] * 7), cache=True)(call).address
 
 
 @functools.cache
@@ -138,12 +138,12 @@ def tile_addresses(kind: int) -> tuple[int, ...]:
 
 
 @intrinsic
-def call_tile(typing, tile, codes, block_bytes, groups, x, x_stride, sums, sums_stride, out, out_stride):  # type: ignore[no-untyped-def]
+def call_tile(typing, tile, codes, block_bytes, groups, x, x_stride, out, out_stride):  # type: ignore[no-untyped-def]
     """Call the tile at an address."""
 
     def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        kind = ir.FunctionType(ir.VoidType(), [ir.IntType(64)] * 9)
+        kind = ir.FunctionType(ir.VoidType(), [ir.IntType(64)] * 7)
         builder.call(builder.inttoptr(args[0], kind.as_pointer()), args[1:])
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 10), generate
+    return types.void(*[types.int64] * 8), generate
