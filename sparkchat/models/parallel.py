@@ -36,6 +36,10 @@ class Group(Protocol):
         """
         ...
 
+    def room(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory to write this rank's next part into, so that ``parts`` has nothing to copy; for that one call."""
+        ...
+
     def addresses(self, parts: Sequence[Tensor]) -> Tensor:
         """[size] int64 on the device: where ``parts`` lie. Nothing is copied from the host, so it can be captured."""
         ...
@@ -58,6 +62,9 @@ class Alone:
 
     def parts(self, x: Tensor) -> Sequence[Tensor]:
         return (x,)
+
+    def room(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(tuple(shape), dtype=dtype, device=device)
 
     def addresses(self, parts: Sequence[Tensor]) -> Tensor:
         return even_addresses(parts)
@@ -86,6 +93,9 @@ class ProcessGroup:
 
     def parts(self, x: Tensor) -> Sequence[Tensor]:
         return self._gather(x).unbind(0)
+
+    def room(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(tuple(shape), dtype=dtype, device=device)
 
     def addresses(self, parts: Sequence[Tensor]) -> Tensor:
         return even_addresses(parts)

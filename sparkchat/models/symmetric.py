@@ -69,10 +69,19 @@ class SymmetricGroup(ProcessGroup):
         if x.nbytes > ROOM_BYTES:
             return super().parts(x)
         slot, self._turn = self._turn, (self._turn + 1) % _MESSAGE_SLOTS
-        self._wait_outside_graphs(x)
-        self._room(self.rank, slot, x).copy_(x)
+        mine = self._room(self.rank, slot, x)
+        if x.data_ptr() != mine.data_ptr():
+            self._wait_outside_graphs(x)
+            mine.copy_(x)
         self._handle.barrier()
         return [self._room(rank, slot, x) for rank in range(self.size)]
+
+    def room(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        if torch.Size(shape).numel() * dtype.itemsize > ROOM_BYTES:
+            return super().room(shape, dtype, device)
+        mine = self._slot(self.rank, self._turn, shape, dtype)
+        self._wait_outside_graphs(mine)
+        return mine
 
     def addresses(self, parts: Sequence[Tensor]) -> Tensor:
         found = self._addresses.get(parts[0].data_ptr())
@@ -99,8 +108,10 @@ class SymmetricGroup(ProcessGroup):
             x.copy_(self._room(0, _FIRST_SLOT, x))
 
     def _room(self, rank: int, slot: int, like: Tensor) -> Tensor:
-        at = slot * ROOM_BYTES // like.element_size()
-        return self._handle.get_buffer(rank, tuple(like.shape), like.dtype, at)
+        return self._slot(rank, slot, like.shape, like.dtype)
+
+    def _slot(self, rank: int, slot: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return self._handle.get_buffer(rank, tuple(shape), dtype, slot * ROOM_BYTES // dtype.itemsize)
 
     def _wait_outside_graphs(self, x: Tensor) -> None:
         if not (x.is_cuda and torch.cuda.is_current_stream_capturing()):

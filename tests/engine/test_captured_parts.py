@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import fields
+from typing import Any
 
 import pytest
 import torch
 
+from engine.test_captured import open_one
 from sparkchat.engine.captured.allocation import allocate, survival_of
 from sparkchat.engine.captured.laws import Draws, row_laws
 from sparkchat.engine.captured.memory import GRAPHS_BYTES, fitting_context
@@ -125,3 +128,27 @@ def test_a_context_is_cut_to_the_room_there_is() -> None:
         fitting_context(6000, 40960, free_bytes=free, **settings)  # type: ignore[arg-type]
     with pytest.raises(NotEnoughMemory, match="no room"):
         fitting_context(None, 40960, free_bytes=0, **settings)  # type: ignore[arg-type]
+
+
+def test_steps_are_timed_by_rows_that_differ(tiny_pair: Any) -> None:
+    """And by as many as asked for; what sits in the seats comes back as it was."""
+    runner = open_one(tiny_pair.target, tiny_pair.drafter, True)
+    decoder = runner.engine._captured
+    assert decoder is not None
+    step, seen = decoder._step, []
+    with torch.inference_mode():
+        step.seats.put(0, anchor=7, kv_len=3, seeds=5, temperature=0.5)
+    before = {field.name: getattr(step.seats, field.name).clone() for field in fields(step.seats)}
+    decode = step.pair.target.decode_rows
+
+    def watch(rows: Any, *rest: Any) -> Any:
+        seen.append((rows.token_ids.clone(), int(rows.starts[-1])))
+        return decode(rows, *rest)
+
+    step.pair.target.decode_rows = watch  # type: ignore[method-assign]
+    for count, is_drafting, num_rows in ((1, True, 4), (3, True, 7), (3, False, 3), (5, True, 30)):
+        decoder.time_stages(count, is_drafting, num_rows, Draws.SAMPLED, 1)
+        tokens, real = seen.pop()
+        assert real == len(tokens) == num_rows
+        assert is_drafting or len(set(tokens.tolist())) == count
+    assert all(torch.equal(getattr(step.seats, name), value) for name, value in before.items())

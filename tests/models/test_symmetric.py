@@ -79,6 +79,23 @@ def test_parts_stand_side_by_side_in_the_order_of_the_ranks() -> None:
     assert all(torch.equal(x, torch.cat([part_of(0, 1), part_of(1, 1)], dim=-1)) for x in found)
 
 
+def test_a_part_may_be_written_where_it_is_read() -> None:
+    def work(group: SymmetricGroup) -> list[Tensor]:
+        found = []
+        for number in range(6):
+            x = part_of(group.rank, number)
+            if number % 3:
+                room = group.room(x.shape, x.dtype, x.device)
+                x = room.copy_(x)
+            found.append(add_parts(group.parts(x)))
+        return found
+
+    for number, sums in enumerate(zip(*Shared(3).run(work), strict=True)):
+        assert all(torch.equal(found, add_parts([part_of(rank, number) for rank in range(3)])) for found in sums)
+    for group in (ALONE, group_of(Shared(2), 1)):
+        assert group.room((ROOM_BYTES, 2), torch.int8, torch.device("cpu")).shape == (ROOM_BYTES, 2)
+
+
 def test_addresses_are_those_of_the_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     def work(group: SymmetricGroup) -> bool:
         found = [group.parts(part_of(group.rank, number)) for number in range(4)]

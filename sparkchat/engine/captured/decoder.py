@@ -26,6 +26,7 @@ from sparkchat.engine.captured.ring import PinnedRing, RingSlot, new_event
 from sparkchat.engine.captured.seating import Seat, Seating
 from sparkchat.engine.captured.state import CAP, COMPACT, SHARED, STATIC
 from sparkchat.engine.captured.step import CapturedStep
+from sparkchat.engine.captured.strangers import strangers
 from sparkchat.engine.captured.tiers import request_tiers, round_up, row_tiers
 from sparkchat.engine.correction import correction_of, learn, refined_record
 from sparkchat.engine.lagged_lengths import BatchBudgets, choose_budgets, lengths_of
@@ -119,24 +120,24 @@ class CapturedDecoder:
 
     @torch.inference_mode()
     def time_stages(self, count: int, draft: bool, num_rows: int, draws: Draws, repeats: int) -> float:
-        """Median milliseconds of a step over empty caches: for the cost table."""
+        """Median milliseconds of a step of requests that nobody made, over empty caches: for the cost table."""
         count, num_rows = round_up(count, self._requests), round_up(num_rows, self._rows)
         draws, shares = self._kind(draws), draft and count > 1
         if draft:
             self._prepare_draft(count, draws)
         self._prepare_verify(num_rows, draws, shares)
-        self._hold_nobody()
         times = []
-        for _ in range(repeats):
-            # Marks of its own: a step may be in flight.
-            started, ended = new_event(self._pair.device), new_event(self._pair.device)
-            started.record()
-            if draft:
-                self._run_draft(count, draws)
-            self._run_verify(num_rows, draws, shares)
-            ended.record()
-            ended.synchronize()
-            times.append(started.elapsed_time(ended))
+        with strangers(self._step, count, num_rows, is_drafting=draft):
+            for _ in range(repeats):
+                # Marks of its own: a step may be in flight.
+                started, ended = new_event(self._pair.device), new_event(self._pair.device)
+                started.record()
+                if draft:
+                    self._run_draft(count, draws)
+                self._run_verify(num_rows, draws, shares)
+                ended.record()
+                ended.synchronize()
+                times.append(started.elapsed_time(ended))
         self.interrupt()
         return sorted(times)[len(times) // 2]
 
@@ -171,7 +172,9 @@ class CapturedDecoder:
         return InFlight(seats, intents, budgets, slot, key, before if flying is not None else None)
 
     def _kind(self, draws: Draws) -> Draws:
-        return Draws.FILTERED if self._step.draws_on_device else draws
+        if not self._step.draws_on_device:
+            return draws
+        return Draws.FILTERED if draws is Draws.FILTERED else Draws.SAMPLED
 
     def _prepare_draft(self, count: int, draws: Draws) -> None:
         self._hold_nobody_if(("draft", count, draws), partial(self._step.draft, count, draws))

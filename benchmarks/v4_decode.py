@@ -1,0 +1,354 @@
+"""DeepSeek-V4-Flash in full shapes on any number of GPUs: steps and rounds against what reading the weights costs.
+
+    python3 benchmarks/v4_decode.py --gpus 2 --commit HASH --out FILE.json       # all parts, within 10 minutes
+    python3 benchmarks/v4_decode.py --gpus 2 --parts alone,profile --quick       # some of them, fewer steps
+    python3 benchmarks/v4_decode.py --tiny --gpus 2                              # a tiny model on the CPU
+
+Weights are random in the published forms and made on the devices; acceptance is simulated (sparkchat/simulation.py), so
+times are real and texts mean nothing. Requests are put behind their context without reading it: their keys are zeros,
+which cost what any others cost. Floors are bytes over the bandwidth that the same run measured on one GPU.
+The report is written again after every row, so a run that is cut leaves what it had. Needs torch, triton, transformers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+
+import torch  # noqa: E402
+import v4_shapes  # noqa: E402
+import v4_table  # noqa: E402
+
+from sparkchat.engine.engine import Engine  # noqa: E402
+from sparkchat.models.base import ForwardBatch  # noqa: E402
+from sparkchat.params import CostTable, GenerateRequest, LoadSpec, SamplingParams  # noqa: E402
+from sparkchat.simulation import BUILT_IN, SimulatedAcceptance, acceptance_of_length, parse_simulation  # noqa: E402
+
+FIELD = "0.82,0.67,0.55,0.45,0.37"
+"""Survivals by position that were reported of V4-Flash's own drafter in the field."""
+LENGTHS = (4.0, 5.4)
+PROMPT = 4
+"""Tokens that are really read; what lies before an answer is given by ``Bench.context``."""
+PARTS = ("start", "alone", "profile", "batches", "mtp", "plain", "contexts")
+
+
+class Bench:
+    """One run: its settings, and the report that grows."""
+
+    def __init__(self, options: argparse.Namespace, folder: Path) -> None:
+        self.options, self.is_tiny = options, options.tiny
+        self.gpus, self.steps = options.gpus, 2 if options.tiny else 60 if options.quick else 200
+        self.context, self.long_context = (24, 60) if options.tiny else (2048, 65_536)
+        self.batches = (1, 2) if options.tiny else (1, 4, 16, 64)
+        self.began = time.perf_counter()
+        self.dspark, self.mtp = v4_shapes.write(folder, is_tiny=options.tiny)
+        self.block = json.loads((self.dspark / "config.json").read_text())["dspark_block_size"]
+        bandwidth = v4_shapes.read_bandwidth() if torch.cuda.is_available() and not options.tiny else 1.0
+        self.report: dict[str, Any] = {
+            **v4_shapes.machine(options.commit),
+            "gpus": options.gpus,
+            "tiny": options.tiny,
+            "context": self.context,
+            "block": self.block,
+            "read_tb_per_s": bandwidth,
+            "floors_ms": v4_shapes.floors(self.dspark, self.block, options.gpus, bandwidth),
+            "rows": [],
+        }
+
+    def add(self, part: str, row: str, **numbers: Any) -> None:
+        """Keep a row, and write the report as it is now."""
+        kept = {"part": part, "row": row, **numbers, "at_s": round(time.perf_counter() - self.began, 1)}
+        self.report["rows"].append(kept)
+        self.report["seconds"] = time.perf_counter() - self.began
+        print(json.dumps(kept), file=sys.stderr, flush=True)
+        if self.options.out:
+            fresh = self.options.out.with_suffix(".part")
+            fresh.write_text(json.dumps(self.report, indent=1) + "\n", encoding="utf-8")
+            fresh.replace(self.options.out)
+
+    @contextmanager
+    def opened(self, part: str, folder: Path, *, has_drafter: bool = True, **settings: Any) -> Iterator[Engine]:
+        """An engine over all GPUs, and all that it held given back."""
+        began, drafter = time.perf_counter(), str(folder) if has_drafter else None
+        simulated = FIELD if has_drafter and folder == self.dspark else "0.82,0.67,0.55" if has_drafter else None
+        spec: dict[str, Any] = {
+            "device": "cpu" if self.is_tiny else "cuda",
+            "graphs": True,
+            "tp": self.gpus,
+            "context": self.context + 8 * (self.steps + 100) if not self.is_tiny else 400,
+            "dummy_weights": True,
+            "threads": 1 if self.is_tiny else None,
+            "simulate_acceptance": simulated,
+            # Measured by graphs on a GPU, at the start.
+            "cost_table": CostTable((1, 6), (1.0, 2.0)) if self.is_tiny and has_drafter else None,
+            **settings,
+        }
+        engine = Engine(LoadSpec("deepseek-v4-flash", str(folder), drafter, **spec))
+        self.add(part, "start", seconds=time.perf_counter() - began, load_ms=engine.load_ms, **graphs_of(engine))
+        try:
+            yield engine
+        finally:
+            team = engine.pair.team
+            del engine
+            if team is not None:
+                team.close()
+            gc.collect()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+
+    def decode(self, engine: Engine, part: str, row: str, batch: int, mode: str, **options: Any) -> dict[str, Any]:
+        """Measure full steps, and keep the row."""
+        still = 1 if self.is_tiny else 6
+        numbers = measure(engine, batch, mode, self.steps, options.pop("context", self.context), still)
+        if "length" in options:
+            # What was drawn is a sample; the mean is known.
+            options["tokens_per_second_at_length"] = batch * options["length"] * 1e3 / numbers["wall_ms"]
+        self.add(part, row, **numbers, **options)
+        return numbers
+
+
+def graphs_of(engine: Engine) -> dict[str, Any]:
+    decoder = engine._captured
+    assert decoder is not None, engine.info["graphs"]
+    return {"graphs": decoder.stages.num_graphs, "capture_s": decoder.stages.seconds}
+
+
+def settle(engine: Engine) -> None:
+    if engine.pair.device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def begin(engine: Engine, batch: int, mode: str, context: int) -> None:
+    """``batch`` requests that decode behind ``context`` positions, of which only the last few were read."""
+    room = engine.pair.context - PROMPT - 1
+    for n in range(batch):
+        ids = tuple(2 + (7 * n + i) % 60 for i in range(PROMPT))
+        # Random weights have an almost even law: drawn tokens differ, and so do the experts that they are sent to.
+        sampling = SamplingParams(max_tokens=room, ignore_eos=True, temperature=1.0, seed=n)
+        engine.submit(GenerateRequest(id=f"r{n}", prompt_ids=ids, mode=mode, sampling=sampling))  # type: ignore[arg-type]
+    while len(engine._scheduler.decoding) < batch:
+        engine.step()
+    for _ in range(2):
+        engine.step()
+    engine._captured.drain()  # type: ignore[union-attr]
+    pair = engine.pair
+    for state in engine._scheduler.decoding:
+        state.tokens = [2] * context + state.tokens[-1:]
+        pair.cache.advance(state.slot.row, context)
+        if pair.draft_cache is not None:
+            pair.draft_cache.advance(state.slot.draft.row, context)
+            state.slot.draft.length = context
+
+
+def measure(engine: Engine, batch: int, mode: str, steps: int, context: int, still: int) -> dict[str, Any]:
+    """What a step of ``batch`` requests costs; tokens per second are by wall time, less what capturing took.
+
+    Steps count once ``still`` of them in a row have captured nothing.
+    """
+    begin(engine, batch, mode, context)
+    stages = engine._captured.stages  # type: ignore[union-attr]
+    made, quiet = stages.num_graphs, 0
+    for _ in range(40):
+        engine.step()
+        quiet = quiet + 1 if stages.num_graphs == made else 0
+        made = stages.num_graphs
+        if quiet == still:
+            break
+    settle(engine)
+    records, tokens, captured, began = [], 0, stages.seconds, time.perf_counter()
+    for _ in range(steps):
+        for event in engine.step():
+            if event["event"] == "step":
+                records.append(event)
+                tokens += len(event["committed_ids"])
+        if len(engine._scheduler.decoding) < batch:
+            break
+    settle(engine)
+    elapsed = time.perf_counter() - began - (stages.seconds - captured)
+    for n in range(batch):
+        engine.cancel(f"r{n}")
+    engine.step()
+    alone = records[::batch]
+    busy = [r["step_ms"] - (r["gpu_idle_ms"] or 0.0) for r in alone]
+    per_step = tokens / max(1, len(records))
+    return {
+        "batch": batch,
+        "mode": mode,
+        "context": context,
+        "steps": len(alone),
+        "gpu_ms": statistics.median(busy),
+        "wall_ms": elapsed * 1e3 / max(1, len(alone)),
+        "draft_ms": statistics.median(r["draft_ms"] or 0.0 for r in alone),
+        "verify_ms": statistics.median(r["verify_ms"] or 0.0 for r in alone),
+        "tokens_per_second": tokens / elapsed,
+        "tokens_per_step": per_step,
+        "rows": statistics.mean(r["rows"] for r in records),
+    }
+
+
+class Watched:
+    """A router that keeps how many experts its rows were sent to."""
+
+    def __init__(self, gate: Any, seen: list[int]) -> None:
+        self._gate, self._seen = gate, seen
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._gate, name)
+
+    def __call__(self, x: torch.Tensor, token_ids: torch.Tensor) -> Any:
+        weights, chosen = self._gate(x, token_ids)
+        self._seen.append(chosen.unique().numel())
+        return weights, chosen
+
+    def route(self, x: torch.Tensor, token_ids: torch.Tensor) -> Any:
+        routing = self._gate.route(x, token_ids)
+        self._seen.append(routing.chosen.unique().numel())
+        return routing
+
+
+@torch.inference_mode()
+def experts_hit(engine: Engine, rows: int) -> float:
+    """Mean number of a layer's experts that the rows of a block are sent to, by the path without graphs."""
+    pair, seen = engine.pair, []
+    mixtures = [layer._experts for layer in getattr(pair.target, "inner", pair.target).stack.layers]
+    gates = [mixture.gate for mixture in mixtures]
+    row = pair.cache.allocate()
+    ids = torch.arange(rows, device=pair.device) * 7919 % pair.target.config.vocab_size
+    for mixture, gate in zip(mixtures, gates, strict=True):
+        mixture.gate = Watched(gate, seen)
+    try:
+        batch = ForwardBatch(ids, torch.arange(rows, device=pair.device), (row,), (0, rows))
+        pair.target.forward(batch, pair.cache)
+    finally:
+        for mixture, gate in zip(mixtures, gates, strict=True):
+            mixture.gate = gate
+        pair.cache.free(row)
+    return statistics.mean(seen)
+
+
+def simulate(engine: Engine, profile: SimulatedAcceptance) -> None:
+    engine._captured.simulate(profile)  # type: ignore[union-attr]
+
+
+def start(bench: Bench) -> None:
+    """From nothing to the first token of a first prompt."""
+    began = time.perf_counter()
+    with bench.opened("start", bench.dspark) as engine:
+        engine.submit(GenerateRequest(id="r0", prompt_ids=(2, 3, 4), sampling=SamplingParams(max_tokens=2)))
+        while engine.has_work:
+            engine.step()
+        settle(engine)
+        bench.add("start", "first answer of two tokens", seconds=time.perf_counter() - began, **graphs_of(engine))
+
+
+def alone(bench: Bench) -> None:
+    """Batch 1: plain steps and rounds, at acceptance lengths and profiles, compact beside static."""
+    with bench.opened("alone", bench.dspark, mode="compact") as engine:
+        bench.add("alone", "cost table", table=engine.info["cost_table"], **graphs_of(engine))
+        hit, even = experts_hit(engine, bench.block + 1), v4_shapes.experts_expected(bench.dspark, bench.block + 1)
+        bench.add("alone", "experts of a layer that a block is sent to", measured=hit, by_even_routing=even)
+        bench.decode(engine, "alone", "off, drafter loaded", 1, "off")
+        for length in LENGTHS:
+            simulate(engine, acceptance_of_length(length, bench.block))
+            bench.decode(engine, "alone", f"DSpark, length {length}", 1, "static", length=length)
+        profiles = {"field": parse_simulation(FIELD)}
+        if not bench.is_tiny:
+            profiles |= {name: SimulatedAcceptance(name, chances) for name, chances in BUILT_IN.items()}
+        for name, profile in profiles.items():
+            simulate(engine, profile)
+            for mode in ("static", "compact"):
+                bench.decode(engine, "alone", f"{mode}, {name}", 1, mode)
+
+
+def profile(bench: Bench) -> None:
+    """Where the time of a round goes, by kernels of rank 0."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as record
+
+    with bench.opened("profile", bench.dspark) as engine:
+        on_gpu = engine.pair.device.type == "cuda"
+        for mode in ("off", "static"):
+            begin(engine, 1, mode, bench.context)
+            for _ in range(2 if bench.is_tiny else 8):
+                engine.step()
+            settle(engine)
+            steps, kind = (2, ProfilerActivity.CPU) if bench.is_tiny else (20, ProfilerActivity.CUDA)
+            with record(activities=[kind]) as seen:
+                for _ in range(steps):
+                    engine.step()
+                settle(engine)
+            engine.cancel("r0")
+            engine.step()
+            times = v4_table.times_by_kernel(seen.key_averages(), steps, on_gpu)
+            bench.add("profile", mode, parts_us=v4_table.by_part(times), kernels=v4_table.longest(times))
+
+
+def batches(bench: Bench) -> None:
+    """DSpark and plain steps at every batch size, at the field profile."""
+    with bench.opened("batches", bench.dspark, mode="compact", concurrency=bench.batches[-1]) as engine:
+        bench.add("batches", "cost table", table=engine.info["cost_table"], **graphs_of(engine))
+        for batch in bench.batches:
+            for mode in ("off", "static", "compact"):
+                bench.decode(engine, "batches", mode, batch, mode)
+
+
+def mtp(bench: Bench) -> None:
+    """The preview's block, drafting 3 tokens and 1, with the acceptance that DSpark has at the same position."""
+    for block in (3, 1):
+        settings = {"block_size": block, "concurrency": bench.batches[-1]}
+        with bench.opened("mtp", bench.mtp, **settings) as engine:
+            for batch in bench.batches:
+                bench.decode(engine, "mtp", f"mtp {block}", batch, "static", block=block)
+
+
+def plain(bench: Bench) -> None:
+    """Without a drafter loaded, which hands nothing over."""
+    with bench.opened("plain", bench.dspark, has_drafter=False) as engine:
+        bench.decode(engine, "plain", "off, no drafter", 1, "off")
+
+
+def contexts(bench: Bench) -> None:
+    """A round behind a short and behind a long context, in one engine."""
+    room = bench.long_context + 8 * (bench.steps + 100)
+    with bench.opened("contexts", bench.dspark, context=room) as engine:
+        for length in (bench.context, bench.long_context):
+            for mode in ("off", "static"):
+                bench.decode(engine, "contexts", f"{mode}, context {length}", 1, mode, context=length)
+
+
+def main(arguments: list[str] | None = None) -> dict[str, Any]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpus", type=int, default=1, help="GPUs that share the model (processes, with --tiny)")
+    parser.add_argument("--parts", default=",".join(PARTS), help="which parts to run, in this order")
+    parser.add_argument("--quick", action="store_true", help="60 steps a row instead of 200")
+    parser.add_argument("--commit", help="what was measured; asked of git where it is not given")
+    parser.add_argument("--out", type=Path, help="write the report here, again after every row")
+    parser.add_argument("--tiny", action="store_true", help="a tiny model on the CPU: whether the script runs")
+    options = parser.parse_args(arguments)
+    parts: dict[str, Callable[[Bench], None]] = {
+        "start": start, "alone": alone, "profile": profile, "batches": batches, "mtp": mtp, "plain": plain,
+        "contexts": contexts,
+    }  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        bench = Bench(options, Path(folder))
+        for name in options.parts.split(","):
+            parts[name](bench)
+        bench.add("end", "all parts ran")
+    print(v4_table.table(bench.report))
+    return bench.report
+
+
+if __name__ == "__main__":
+    main()

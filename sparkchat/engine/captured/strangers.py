@@ -1,0 +1,62 @@
+"""Requests that nobody made, to time steps by: as many rows as asked for, each of another token.
+
+Rows of one token would be sent to the same few experts, and a step of many rows would seem to cost what one row costs.
+They live in the spare cache rows, and the seats are given back as they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+
+import torch
+
+from sparkchat.engine.captured.state import COMPACT
+from sparkchat.engine.captured.step import CapturedStep
+
+_STRIDE = 7919
+"""Between the tokens of neighbouring seats."""
+_ENDLESS = 1 << 40
+
+
+@contextmanager
+def strangers(step: CapturedStep, count: int, num_rows: int, *, is_drafting: bool) -> Iterator[None]:
+    """``count`` requests whose verification has ``num_rows`` rows; a plain step has one of each."""
+    seats, inputs = step.seats, step.inputs
+    names = [field.name for field in fields(seats)]
+    before = {name: getattr(seats, name).clone() for name in names}
+    place = torch.arange(inputs.seats, device=seats.anchor.device)
+    vocab = step.pair.target.config.vocab_size
+    numbers = {
+        "anchor": (place + 1) * _STRIDE % vocab,
+        "kv_len": 1,
+        "remaining": _ENDLESS,
+        "cache_row": step.spare_row,
+        "draft_row": step.spare_draft_row,
+        "temperature": 1.0,
+        "top_k": 0,
+        "top_p": 1.0,
+        "min_p": 0.0,
+        "seeds": place,
+        "rounds": 1,
+    }
+    words = torch.rand(inputs.num_words, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    words[: inputs.num_whole] = 0.0
+    words[inputs.num_whole - 2] = count
+    if is_drafting:
+        s, spare = inputs.seats, num_rows - count
+        words[:count] = inputs.block
+        words[2 * s : 2 * s + count] = COMPACT
+        for request in range(count):
+            # Even shares, the first requests having one more.
+            words[s + request] = min(inputs.block, spare // count + (request < spare % count))
+    try:
+        for name in names:
+            getattr(seats, name)[:] = numbers[name]
+        inputs.device_words.copy_(words)
+        yield
+    finally:
+        for name in names:
+            getattr(seats, name).copy_(before[name])
+        inputs.device_words.zero_()
