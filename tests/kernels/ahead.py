@@ -20,6 +20,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
+from sparkchat.engine.captured.state import Block, Records, Seats, StepInputs
 from sparkchat.kernels.accept import AcceptBuffers
 from sparkchat.kernels.accept.kernel import launch_accept_block
 from sparkchat.kernels.attention import attention_workspace
@@ -31,8 +32,10 @@ from sparkchat.kernels.markov import MarkovBuffers
 from sparkchat.kernels.markov.kernel import launch_markov_block
 from sparkchat.kernels.norm.kernel import launch_add_rms_norm
 from sparkchat.kernels.planner.kernel import launch_plan_lengths
-from sparkchat.kernels.rope.kernel import launch_write_qkv
+from sparkchat.kernels.rope.kernel import launch_write_context, launch_write_qkv
 from sparkchat.kernels.sampling import DrawSettings
+from sparkchat.kernels.seats import PackedRows
+from sparkchat.kernels.seats.kernel import launch_enter_block, launch_enter_rows, launch_limit, launch_settle
 
 CPU = torch.device("cpu")
 HALF = torch.bfloat16
@@ -54,23 +57,26 @@ class Driver:
         return CPU
 
 
-def stack_of(ptx: str) -> int:
-    """Bytes a thread keeps in memory for want of registers."""
+def resources_of(ptx: str) -> tuple[int, int]:
+    """Bytes a thread keeps in memory for want of registers, and registers of a thread."""
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as source:
         source.write(ptx)
         source.flush()
         command = [triton.knobs.nvidia.ptxas.path, "-v", "-arch=sm_90a", source.name, "-o", os.devnull]
         said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    return max(int(number) for number in re.findall(r"(\d+) bytes stack frame", said))
+    stack = max(int(number) for number in re.findall(r"(\d+) bytes stack frame", said))
+    return stack, max(int(number) for number in re.findall(r"Used (\d+) registers", said))
 
 
 def compile_only(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
     begin = time.perf_counter()
     compiled = kernel.warmup(*arguments, grid=grid, **options)
     ptx = compiled.asm["ptx"]
+    stack, registers = resources_of(ptx)
     print(
-        f"{kernel.fn.__name__:20} grid {grid!s:18} shared {compiled.metadata.shared:7} stack {stack_of(ptx)}"
-        f" wgmma {ptx.count('wgmma.mma_async')} {time.perf_counter() - begin:.1f} s",
+        f"{kernel.fn.__name__:20} grid {grid!s:18} shared {compiled.metadata.shared:7} stack {stack}"
+        f" registers {registers:3} warps {compiled.metadata.num_warps:2} wgmma {ptx.count('wgmma.mma_async')}"
+        f" {time.perf_counter() - begin:.1f} s",
         flush=True,
     )
 
@@ -87,6 +93,8 @@ def rope() -> None:
     table, pages = torch.zeros(1024, 128), torch.zeros(4, 8, dtype=torch.int32)
     launch_write_qkv(torch.zeros(4, 8, 6144), positions, rows, table, cache, q, torch.ones(40, 128), 1e-6, None)
     launch_write_qkv(torch.zeros(8, 6144, dtype=HALF), positions, rows, table, cache, q, None, 0.0, pages)
+    context = torch.zeros(5, 4, 16, 1024, 128, dtype=HALF)
+    launch_write_context(torch.zeros(2, 8, 10240), positions, rows, table, context, torch.ones(5, 8, 128), 1e-6)
 
 
 def attention() -> None:
@@ -127,7 +135,9 @@ def markov() -> None:
     w, anchors = torch.zeros(151936, 256, dtype=HALF), torch.zeros(2, dtype=torch.int64)
     settings, hidden = DrawSettings.empty(2, CPU), torch.zeros(2, 2, 4096)
     judge = (torch.zeros(4352), torch.zeros(1))
-    launch_markov_block(base, w, w, anchors, settings, MarkovBuffers.empty(base), None, hidden, judge)
+    for has_filters in (False, True):
+        buffers = MarkovBuffers.empty(base, has_filters)
+        launch_markov_block(base, w, w, anchors, settings, buffers, None, hidden, judge)
     mapping = torch.zeros(151936, dtype=torch.int64)
     launch_markov_block(base, None, None, anchors, settings, MarkovBuffers.empty(base), mapping, None, None)
 
@@ -144,6 +154,25 @@ def accept() -> None:
         logits.to(HALF), starts, lens, settings, buffers, block.tokens, block.laws, block.index, mapping, None
     )  # fmt: skip
     launch_accept_block(logits, starts, lens, settings, buffers, None, None, None, None, None)
+    buffers, chance = AcceptBuffers.empty(logits, 2, 7, has_filters=True), torch.zeros(2, 7, dtype=torch.float64)
+    launch_accept_block(
+        logits, starts, lens, settings, buffers, block.tokens, block.laws, block.index, None, lens, chance
+    )  # fmt: skip
+
+
+def seats() -> None:
+    block, logits, base = Block.empty(4, 7, 1, CPU), torch.zeros(16, 151936), torch.zeros(2, 7, 151936)
+    buffers, laws = AcceptBuffers.empty(logits, 2, 7), MarkovBuffers.empty(base).laws
+    words, seats, table = StepInputs(4, 7, CPU), Seats.empty(4, CPU), torch.zeros(151936, 4096, dtype=HALF)
+    records = Records(4, 7, CPU).device_rows
+    limits, chances = torch.zeros(2, dtype=torch.int32), torch.zeros(7, dtype=torch.float64)
+    for given, planned in ((None, None), (chances, limits)):
+        launch_enter_block(words, seats, table, 151000, PackedRows.empty(2, 14, 4096, CPU), block, 3, given)
+        rows = PackedRows.empty(2, 16, 4096, CPU)
+        launch_enter_rows(words, seats, table, rows, block, 3, 3, planned)
+    launch_limit(words, seats.remaining, limits, limits[:1])
+    launch_settle(words, seats, rows, buffers, block, laws, records)
+    launch_settle(words, seats, rows, buffers, block, None, records)
 
 
 def planner() -> None:
@@ -154,7 +183,9 @@ def planner() -> None:
         launch_plan_lengths(torch.zeros(requests, 7), torch.ones(7), limits, cost, lens, 0, 0.0, budget)
 
 
-ALL: dict[str, Callable[[], None]] = {f.__name__: f for f in (norm, rope, attention, gemm, markov, accept, planner)}
+ALL: dict[str, Callable[[], None]] = {
+    f.__name__: f for f in (norm, rope, attention, gemm, markov, accept, seats, planner)
+}
 
 
 def main(names: list[str]) -> None:

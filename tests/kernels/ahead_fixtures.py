@@ -128,8 +128,10 @@ def compile_pair(name: str, spec: dict[str, Any]) -> None:
     most = loaded.concurrency
     with started_by(start), overlap():
         for count in (1, 2, most) if pair.drafter is not None else ():
+            step.draft(count, Draws.SAMPLED)
             step.draft(count, Draws.FILTERED)
         for rows in {1, 2, min(most, 8), (pair.block_size + 1) * min(most, 8)}:
+            step.verify(rows, Draws.SAMPLED, False)
             step.verify(rows, Draws.FILTERED, rows > 1 and pair.drafter is not None)
     print(name, dict(found), flush=True)
 

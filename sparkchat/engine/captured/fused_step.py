@@ -7,7 +7,7 @@ torch's operations they are a hundred launches. Elsewhere they are ``CapturedSte
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import torch
@@ -24,7 +24,7 @@ from sparkchat.kernels.accept import AcceptBuffers, accept_block
 from sparkchat.kernels.gemm import small_gemm
 from sparkchat.kernels.markov import MarkovBuffers, markov_block
 from sparkchat.kernels.planner import plan_lengths
-from sparkchat.kernels.sampling import DrawSettings, Laws, LawScratch
+from sparkchat.kernels.sampling import DrawSettings, Laws, LawScratch, NearScratch
 from sparkchat.kernels.seats import PackedRows, enter_block, enter_rows, limit, settle
 from sparkchat.models.dspark.drafter import BlockWeights
 from sparkchat.models.fused import MOST_SMALL_ROWS
@@ -62,7 +62,7 @@ class FusedStep(CapturedStep):
     _laws: Laws = field(init=False)
     """S * g rows: what the drafts were drawn from"""
     _scratch: LawScratch = field(init=False)
-    _accepting: dict[tuple[int, int], AcceptBuffers] = field(init=False)
+    _accepting: dict[tuple[int, int, bool], AcceptBuffers] = field(init=False)
     _target_to_draft: Tensor | None = field(init=False)
     _weights: BlockWeights | None = field(init=False)
     """Of the drafter's heads, put together once: kernels may read weights before those ahead of them have ended"""
@@ -106,7 +106,7 @@ class FusedStep(CapturedStep):
             weights.w2,
             self.seats.anchor[:count],
             self._settings(count),
-            self._markov(count),
+            self._markov(count, draws),
             draft_to_target=drafter.draft_to_target,
             hidden=hidden.view(count, g, -1),
             confidence=None if self.chances is not None else weights.confidence,
@@ -142,7 +142,7 @@ class FusedStep(CapturedStep):
         rows = batch_of(packed, packed.cache_rows, self.spare_row)
         hidden, features = pair.target.fused.run(packed.x, rows, pair.tap_layers)
         logits = pair.target.logits(hidden)
-        buffers = self._accepted(logits, packed.starts, packed.verify_lens, packed.caps)
+        buffers = self._accepted(logits, packed.starts, packed.verify_lens, packed.caps, draws)
         laws = self._laws_of(count) if self.width else None
         settle(self.inputs, self.seats, packed, buffers, self.block, laws, self.records.device_rows)
         if features is not None and pair.drafter is not None:
@@ -171,14 +171,18 @@ class FusedStep(CapturedStep):
         numbers = (laws.peak, laws.temperature, laws.least, laws.scale, laws.last_tie)
         return Laws(laws.logits[:rows], *(values[:rows] for values in numbers))
 
-    def _markov(self, count: int) -> MarkovBuffers:
-        scratch = self._scratch
+    def _markov(self, count: int, draws: Draws = Draws.SAMPLED) -> MarkovBuffers:
+        if draws is Draws.FILTERED and self._scratch.near is None:
+            # Made when such a block is first run, which is before it is captured.
+            seats, vocab, device = self._base.shape[0], self._base.shape[2], self._base.device
+            self._scratch = replace(self._scratch, near=NearScratch.empty(seats, vocab, device))
+        scratch = self._scratch.first(count)
         return MarkovBuffers(
             self.block.ids[:count],
             self.block.index[:count],
             self._laws_of(count),
             self.block.confidence[:count],
-            LawScratch(scratch.block_max[:count], scratch.block_sum[:count], scratch.entries[:count]),
+            scratch if draws is Draws.FILTERED else replace(scratch, near=None),
         )
 
     def _accept(
@@ -192,7 +196,7 @@ class FusedStep(CapturedStep):
         draws: Draws,
     ) -> tuple[Acceptance, Tensor]:
         count, g = len(drafted), self.width
-        buffers = self._accepted(logits, starts.int(), verify_lens.int(), caps.int())
+        buffers = self._accepted(logits, starts.int(), verify_lens.int(), caps.int(), draws)
         taken, full, next_ids = buffers.accepted_len.long(), buffers.full_len.long(), buffers.next_ids.clamp(min=0)
         accepted = Acceptance(
             accepted_len=taken,
@@ -205,9 +209,11 @@ class FusedStep(CapturedStep):
         )
         return accepted, buffers.laws.peak.isnan()
 
-    def _accepted(self, logits: Tensor, starts: Tensor, verify_lens: Tensor, caps: Tensor) -> AcceptBuffers:
+    def _accepted(
+        self, logits: Tensor, starts: Tensor, verify_lens: Tensor, caps: Tensor, draws: Draws = Draws.SAMPLED
+    ) -> AcceptBuffers:
         count, g = starts.shape[0] - 1, self.width
-        buffers = self._buffers(logits, count)
+        buffers = self._buffers(logits, count, draws is Draws.FILTERED)
         accept_block(
             logits,
             starts,
@@ -231,11 +237,11 @@ class FusedStep(CapturedStep):
         q = torch.exp((logits - peak) / temperature) * scale
         return torch.where(torch.arange(g, device=q.device) < drafted[:, None], q, torch.nan)
 
-    def _buffers(self, logits: Tensor, count: int) -> AcceptBuffers:
+    def _buffers(self, logits: Tensor, count: int, has_filters: bool) -> AcceptBuffers:
         """Made when a shape is first run, which is before it is captured; the logits of a shape may lie elsewhere."""
-        key = (len(logits), count)
+        key = (len(logits), count, has_filters)
         if key not in self._accepting:
-            self._accepting[key] = AcceptBuffers.empty(logits, count, self.width)
+            self._accepting[key] = AcceptBuffers.empty(logits, count, self.width, has_filters)
         buffers = self._accepting[key]
         laws = buffers.laws
         numbers = (laws.peak, laws.temperature, laws.least, laws.scale, laws.last_tie)

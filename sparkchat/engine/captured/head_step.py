@@ -54,7 +54,7 @@ class HeadStep(FusedStep):
             weights.w2,
             self.seats.anchor[:count],
             self._settings(count),
-            self._markov(count),
+            self._markov(count, draws),
             hidden=hidden.view(count, g, -1),
             confidence=None if self.chances is not None else weights.confidence,
         )
@@ -88,7 +88,7 @@ class HeadStep(FusedStep):
         )
         rows = _named(packed, packed.cache_rows, self.spare_row)
         hidden, features = pair.target.decode_rows(rows, pair.cache, pair.tap_layers)
-        buffers = self._accepted(pair.target.logits(hidden), packed.starts, packed.verify_lens, packed.caps)
+        buffers = self._accepted(pair.target.logits(hidden), packed.starts, packed.verify_lens, packed.caps, draws)
         laws = self._laws_of(count) if self.width else None
         settle(self.inputs, self.seats, packed, buffers, self.block, laws, self.records.device_rows)
         if features is not None and pair.drafter is not None:

@@ -44,7 +44,7 @@ class CapturedStep:
     """Makes seats, inputs and block those of rank 0, where ranks share the pair; every stage begins with it."""
     width: int = field(init=False)
     draws_on_device: ClassVar[bool] = False
-    """Random numbers are made where they are used, and one kind of step serves all settings."""
+    """Random numbers are made where they are used, and one kind of step serves greedy and sampled requests alike."""
 
     def __post_init__(self) -> None:
         self.width = self.inputs.block

@@ -42,8 +42,11 @@ class AcceptBuffers:
     refused none"""
 
     @classmethod
-    def empty(cls, logits: Tensor, requests: int, width: int) -> AcceptBuffers:
-        """Static buffers for ``requests`` requests of up to ``width`` drafts, their rows in logits [N, V]."""
+    def empty(cls, logits: Tensor, requests: int, width: int, has_filters: bool = False) -> AcceptBuffers:
+        """Static buffers for ``requests`` requests of up to ``width`` drafts, their rows in logits [N, V].
+
+        ``has_filters``: some may have top-k, top-p or min-p, which take two more launches then.
+        """
         device = logits.device
         blocks = -(-logits.shape[1] // VOCAB_BLOCK)
 
@@ -62,7 +65,7 @@ class AcceptBuffers:
             floats(requests, width),
             ints(requests),
             Laws.empty(logits),
-            LawScratch.empty(logits.shape[0], logits.shape[1], device),
+            LawScratch.empty(logits.shape[0], logits.shape[1], device, has_filters),
             floats(requests, 2, blocks),
             ints(requests, -(-blocks // BLOCKS_A_PROGRAM)),
         )

@@ -1,5 +1,5 @@
 """Acceptance on a GPU in five launches: statistics and laws of the target's rows, the test, the residual's masses, and
-the token after.
+the token after; two more where laws are filtered.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ from sparkchat.kernels.sampling.kernel import (
     chunk_of,
     find_law,
     find_place,
+    near_arguments,
     owner_of,
     uniform,
     weight_of,
 )
+from sparkchat.kernels.sampling.select import NEAR_OPTIONS, launch_select
 
 if TYPE_CHECKING:
     from sparkchat.kernels.accept import AcceptBuffers
@@ -30,9 +32,12 @@ if TYPE_CHECKING:
 
 @triton.jit
 def _find_laws(
-    logits_ptr, max_ptr, sum_ptr, entries_ptr, starts_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr,
+    logits_ptr, max_ptr, sum_ptr, entries_ptr,
+    counts_ptr, masses_ptr, near_ptr, near_id_ptr, near_count_ptr, near_mass_ptr, sure_ptr, info_ptr, found_ptr,
+    starts_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr,
     peak_ptr, law_temperature_ptr, least_ptr, scale_ptr, last_tie_ptr, vocab, logits_stride, num_blocks, num_requests,
-    REQUESTS: tl.constexpr, MAX_BLOCKS: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
+    REQUESTS: tl.constexpr, MAX_BLOCKS: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr, HAS_NEAR: tl.constexpr,
+    NEAR: tl.constexpr, BINS: tl.constexpr, COPIES: tl.constexpr, INFO: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     wait(PDL)
@@ -40,9 +45,11 @@ def _find_laws(
         owner = owner_of(row, starts_ptr, num_requests, REQUESTS)
         peak, temperature, least, last_tie, total, _ = find_law(
             logits_ptr + row * logits_stride, max_ptr + row * num_blocks, sum_ptr + row * num_blocks,
-            entries_ptr + row * num_blocks, vocab, num_blocks, tl.load(temperature_ptr + owner),
+            entries_ptr + row * num_blocks,
+            counts_ptr, masses_ptr, near_ptr, near_id_ptr, near_count_ptr, near_mass_ptr, sure_ptr, info_ptr, found_ptr,
+            row, vocab, num_blocks, tl.load(temperature_ptr + owner),
             tl.load(top_k_ptr + owner), tl.load(top_p_ptr + owner), tl.load(min_p_ptr + owner),
-            MAX_BLOCKS, CHUNK, WIDTH,
+            MAX_BLOCKS, CHUNK, WIDTH, HAS_NEAR, NEAR, BINS, COPIES, INFO,
         )  # fmt: skip
         tl.store(peak_ptr + row, peak)
         tl.store(law_temperature_ptr + row, temperature)
@@ -278,11 +285,15 @@ def launch_accept_block(
         logits, s.temperature, starts, scratch.block_max, scratch.block_sum, vocab, logits.stride(0), num_blocks,
         requests, REQUESTS=padded, BLOCKS=BLOCKS_A_PROGRAM, WIDTH=VOCAB_BLOCK, num_warps=4,
     )  # fmt: skip
+    if scratch.near is not None:
+        launch_select(logits, logits.stride(0), num_rows, scratch, scratch.near, s, vocab, starts)
     launch(
         _find_laws, (num_rows,),
-        logits, scratch.block_max, scratch.block_sum, scratch.entries, starts, s.temperature, s.top_k, s.top_p, s.min_p,
-        *laws, vocab, logits.stride(0), num_blocks, requests,
-        REQUESTS=padded, MAX_BLOCKS=max_blocks, CHUNK=chunk_of(num_blocks), WIDTH=VOCAB_BLOCK, num_warps=ROW_WARPS,
+        logits, scratch.block_max, scratch.block_sum, scratch.entries,
+        *near_arguments(scratch.near, scratch.entries), starts, s.temperature, s.top_k, s.top_p, s.min_p, *laws,
+        vocab, logits.stride(0), num_blocks, requests,
+        REQUESTS=padded, MAX_BLOCKS=max_blocks, CHUNK=chunk_of(num_blocks), WIDTH=VOCAB_BLOCK,
+        HAS_NEAR=scratch.near is not None, **NEAR_OPTIONS, num_warps=ROW_WARPS,
     )  # fmt: skip
     launch(
         _test_drafts, (requests,),

@@ -26,12 +26,12 @@ class MarkovBuffers:
     scratch: LawScratch
 
     @classmethod
-    def empty(cls, base: Tensor) -> MarkovBuffers:
-        """Static buffers for the block whose base logits [R, g, Vd] float32 are ``base``."""
+    def empty(cls, base: Tensor, has_filters: bool = False) -> MarkovBuffers:
+        """Static buffers for the block whose base logits [R, g, Vd] float32 are ``base``; see ``AcceptBuffers``."""
         requests, width, vocab = base.shape
         ids = torch.zeros((2, requests, width), dtype=torch.int64, device=base.device)
         confidence = torch.zeros((requests, width), dtype=torch.float32, device=base.device)
-        scratch = LawScratch.empty(requests, vocab, base.device)
+        scratch = LawScratch.empty(requests, vocab, base.device, has_filters)
         return cls(ids[0], ids[1], Laws.empty(base.view(requests * width, vocab)), confidence, scratch)
 
 

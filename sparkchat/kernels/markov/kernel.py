@@ -1,4 +1,5 @@
-"""The sequential head on a GPU: two launches a draft, one over the vocabulary and one over the requests.
+"""The sequential head on a GPU: two launches a draft, one over the vocabulary and one over the requests, and
+between them two more where laws are filtered.
 
 The first adds the bias and takes the statistics of every block of 128 tokens, so that the second sees what it needs
 of a whole vocabulary in a few thousand numbers.
@@ -15,7 +16,16 @@ from torch import Tensor
 
 from sparkchat.kernels.launch import check_flat, launch, power_of_two, prefetch, starts_early, wait
 from sparkchat.kernels.sampling import VOCAB_BLOCK, DrawSettings
-from sparkchat.kernels.sampling.kernel import ROW_WARPS, chunk_of, divisor, draw_token, find_law, uniform
+from sparkchat.kernels.sampling.kernel import (
+    ROW_WARPS,
+    chunk_of,
+    divisor,
+    draw_token,
+    find_law,
+    near_arguments,
+    uniform,
+)
+from sparkchat.kernels.sampling.select import NEAR_OPTIONS, launch_select
 
 if TYPE_CHECKING:
     from sparkchat.kernels.markov import MarkovBuffers
@@ -68,10 +78,13 @@ def _add_bias(
 
 @triton.jit(do_not_specialize=["place"])
 def _draw_draft(
-    base_ptr, max_ptr, sum_ptr, entries_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seeds_ptr, rounds_ptr,
+    base_ptr, max_ptr, sum_ptr, entries_ptr,
+    counts_ptr, masses_ptr, near_ptr, near_id_ptr, near_count_ptr, near_mass_ptr, sure_ptr, info_ptr, found_ptr,
+    temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seeds_ptr, rounds_ptr,
     map_ptr, tokens_ptr, index_ptr, peak_ptr, law_temperature_ptr, least_ptr, scale_ptr, last_tie_ptr,
     place, width, vocab, request_stride, num_blocks,
-    HAS_MAP: tl.constexpr, MAX_BLOCKS: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
+    HAS_MAP: tl.constexpr, MAX_BLOCKS: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr, HAS_NEAR: tl.constexpr,
+    NEAR: tl.constexpr, BINS: tl.constexpr, COPIES: tl.constexpr, INFO: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     request = tl.program_id(0).to(tl.int64)
     wait(PDL)
@@ -81,8 +94,10 @@ def _draw_draft(
     entries_ptr += request * num_blocks
     raw_temperature = tl.load(temperature_ptr + request)
     peak, temperature, least, last_tie, total, count = find_law(
-        z_ptr, max_ptr, sum_ptr, entries_ptr, vocab, num_blocks, raw_temperature, tl.load(top_k_ptr + request),
-        tl.load(top_p_ptr + request), tl.load(min_p_ptr + request), MAX_BLOCKS, CHUNK, WIDTH,
+        z_ptr, max_ptr, sum_ptr, entries_ptr,
+        counts_ptr, masses_ptr, near_ptr, near_id_ptr, near_count_ptr, near_mass_ptr, sure_ptr, info_ptr, found_ptr,
+        request, vocab, num_blocks, raw_temperature, tl.load(top_k_ptr + request), tl.load(top_p_ptr + request),
+        tl.load(min_p_ptr + request), MAX_BLOCKS, CHUNK, WIDTH, HAS_NEAR, NEAR, BINS, COPIES, INFO,
     )  # fmt: skip
     token = 0
     if peak == peak:
@@ -166,15 +181,17 @@ def launch_markov_block(
             HAS_HEAD=has_head, EXACT=exact, PREFETCH_BYTES=row_bytes if has_head and row_bytes % 16 == 0 else 0,
             is_streaming=True, num_warps=4, num_stages=1 if exact else 3,
         )  # fmt: skip
+        if scratch.near is not None:
+            launch_select(base[:, k], base.stride(0), requests, scratch, scratch.near, s, vocab)
         launch(
             _draw_draft, (requests,),
-            base[:, k], scratch.block_max, scratch.block_sum, scratch.entries, s.temperature, s.top_k, s.top_p,
+            base[:, k], scratch.block_max, scratch.block_sum, scratch.entries,
+            *near_arguments(scratch.near, scratch.entries), s.temperature, s.top_k, s.top_p,
             s.min_p, s.seeds, s.rounds, anchors if draft_to_target is None else draft_to_target, buffers.tokens,
             buffers.index, laws.peak, laws.temperature, laws.least, laws.scale, laws.last_tie,
             k, width, vocab, base.stride(0), num_blocks,
             HAS_MAP=draft_to_target is not None, MAX_BLOCKS=power_of_two(num_blocks), CHUNK=chunk_of(num_blocks),
-            WIDTH=VOCAB_BLOCK,
-            num_warps=ROW_WARPS,
+            WIDTH=VOCAB_BLOCK, HAS_NEAR=scratch.near is not None, **NEAR_OPTIONS, num_warps=ROW_WARPS,
         )  # fmt: skip
     if hidden is None or confidence is None:
         return

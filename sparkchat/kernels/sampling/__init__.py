@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -12,6 +12,11 @@ SLACK = 1e-6
 VOCAB_BLOCK = 128
 """Tokens whose weights are summed together before a draw."""
 ALL_TIES = 2**31 - 1
+BINS, COPIES = 1024, 4
+"""Bins of the logit by which filtered rows are counted, and copies of them that share the additions."""
+ROOM = 2048
+"""Tokens that may lie in the bin of a threshold before the whole vocabulary is searched."""
+INFO = 4
 
 
 @dataclass(frozen=True)
@@ -82,6 +87,49 @@ class Laws:
 
 
 @dataclass(frozen=True)
+class NearScratch:
+    """What finding the thresholds of M filtered rows needs besides; see ``select.py``. Bins must start at zero."""
+
+    counts: Tensor
+    """[M, copies, bins] int32"""
+    masses: Tensor
+    """[M, copies, bins] int64"""
+    near: Tensor
+    """[M, ROOM] float32"""
+    near_id: Tensor
+    """[M, ROOM] int32"""
+    near_count: Tensor
+    """[M] int32"""
+    near_mass: Tensor
+    """[M, blocks] int64"""
+    sure: Tensor
+    """[M, blocks] float32"""
+    info: Tensor
+    """[M, 4] float32: peak, least logit of the bins, bins a unit, total"""
+    found: Tensor
+    """[M, 2] int64: whether the near tokens are listed, and the mass above them"""
+
+    @classmethod
+    def empty(cls, rows: int, vocab: int, device: torch.device) -> NearScratch:
+        blocks = -(-vocab // VOCAB_BLOCK)
+
+        def make(dtype: torch.dtype, *shape: int) -> Tensor:
+            return torch.zeros((rows, *shape), dtype=dtype, device=device)
+
+        return cls(
+            make(torch.int32, COPIES, BINS),
+            make(torch.int64, COPIES, BINS),
+            make(torch.float32, ROOM),
+            make(torch.int32, ROOM),
+            make(torch.int32),
+            make(torch.int64, blocks),
+            make(torch.float32, blocks),
+            make(torch.float32, INFO),
+            make(torch.int64, 2),
+        )
+
+
+@dataclass(frozen=True)
 class LawScratch:
     """What finding and drawing from M laws needs beside them."""
 
@@ -91,12 +139,24 @@ class LawScratch:
     """[M, blocks] float32"""
     entries: Tensor
     """[M, blocks] int32"""
+    near: NearScratch | None = None
+    """Given, filters are found by all multiprocessors together, in two more launches; without, by one a row."""
 
     @classmethod
-    def empty(cls, rows: int, vocab: int, device: torch.device) -> LawScratch:
+    def empty(cls, rows: int, vocab: int, device: torch.device, has_filters: bool = False) -> LawScratch:
         shape = (rows, -(-vocab // VOCAB_BLOCK))
         return cls(
             torch.empty(shape, dtype=torch.float32, device=device),
             torch.empty(shape, dtype=torch.float32, device=device),
             torch.empty(shape, dtype=torch.int32, device=device),
+            NearScratch.empty(rows, vocab, device) if has_filters else None,
         )
+
+    def first(self, rows: int) -> LawScratch:
+        """That of the first rows alone."""
+        near = (
+            None
+            if self.near is None
+            else NearScratch(*(getattr(self.near, field.name)[:rows] for field in fields(NearScratch)))
+        )
+        return LawScratch(self.block_max[:rows], self.block_sum[:rows], self.entries[:rows], near)

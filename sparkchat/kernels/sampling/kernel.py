@@ -4,13 +4,32 @@ bisection, not by sorting: over the few blocks that can hold what is kept, until
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import triton
 import triton.language as tl
 
 from sparkchat.kernels.launch import power_of_two, wait
+from sparkchat.kernels.sampling.order import key_of, owner_of, unkey
+from sparkchat.kernels.sampling.select import ONE as _ONE
+from sparkchat.kernels.sampling.select import clear_bins, has_filter, select_law
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from sparkchat.kernels.sampling import NearScratch
 
 ROW_WARPS = 16
 _CHUNK = 64
+ONE: tl.constexpr = tl.constexpr(_ONE)
+
+
+def near_arguments(near: NearScratch | None, stand_in: Tensor) -> tuple[Tensor, ...]:
+    """The pointers of ``find_law`` in its order."""
+    if near is None:
+        return (stand_in,) * 9
+    return (near.counts, near.masses, near.near, near.near_id, near.near_count, near.near_mass, near.sure, near.info,
+            near.found)  # fmt: skip
 
 
 def chunk_of(num_blocks: int) -> int:
@@ -29,14 +48,6 @@ def uniform(seed, step, slot, KIND: tl.constexpr):
     left = (word0 >> 5).to(tl.int64).to(tl.float64)
     right = (word2 >> 6).to(tl.int64).to(tl.float64)
     return (left * 67108864.0 + right) * (1.0 / 9007199254740992.0)
-
-
-@triton.jit
-def owner_of(row, starts_ptr, num_requests, REQUESTS: tl.constexpr):
-    """The request that a row belongs to: how many requests end at or before it."""
-    request = tl.arange(0, REQUESTS)
-    ends = tl.load(starts_ptr + 1 + request, mask=request < num_requests, other=2147483647)
-    return tl.sum((ends <= row).to(tl.int32), axis=0)
 
 
 @triton.jit
@@ -80,19 +91,6 @@ def store_statistics(z, row, block, temperature, max_ptr, sum_ptr, num_blocks):
 
 
 @triton.jit
-def _key(z):
-    # Whole numbers in the order of the floats.
-    bits = z.to(tl.int32, bitcast=True)
-    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
-
-
-@triton.jit
-def _unkey(key):
-    bits = key.to(tl.int32)
-    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
 def _tile(z_ptr, entries_ptr, first, count, vocab, CHUNK: tl.constexpr, WIDTH: tl.constexpr):
     # Tokens and logits [CHUNK, WIDTH] of the listed blocks from ``first`` on.
     entry = first + tl.arange(0, CHUNK)
@@ -120,15 +118,15 @@ def _at_least(
 @triton.jit
 def _kth_of(values, k):
     # The k-th largest of a vector held in registers; -inf when it has fewer.
-    low = tl.min(_key(values), axis=0)
-    high = tl.max(_key(values), axis=0) + 1
+    low = tl.min(key_of(values), axis=0)
+    high = tl.max(key_of(values), axis=0) + 1
     while high - low > 1:
         middle = low + (high - low) // 2
-        if tl.sum((_key(values) >= middle).to(tl.int32), axis=0) >= k:
+        if tl.sum((key_of(values) >= middle).to(tl.int32), axis=0) >= k:
             low = middle
         else:
             high = middle
-    return _unkey(low)
+    return unkey(low)
 
 
 @triton.jit
@@ -136,18 +134,18 @@ def _floor_for_share(block_max, mass, peak, temperature, allowed, WIDTH: tl.cons
     # The highest bound below which certainly no more than ``allowed`` lies. A block whose largest logit reaches the
     # bound has below it at most its mass less that of its largest, and at most WIDTH - 1 tokens of the bound.
     first = tl.exp((block_max - peak) / temperature)
-    low = _key(peak - 104.0 * temperature)
-    high = _key(peak) + 1
+    low = key_of(peak - 104.0 * temperature)
+    high = key_of(peak) + 1
     while high - low > 4096:
         middle = low + (high - low) // 2
-        bound = _unkey(middle)
+        bound = unkey(middle)
         most = tl.minimum(mass - first, (WIDTH - 1) * tl.exp((bound - peak) / temperature))
         below = tl.sum(tl.where(block_max >= bound, most, mass), axis=0)
         if below <= allowed:
             low = middle
         else:
             high = middle
-    return _unkey(low)
+    return unkey(low)
 
 
 @triton.jit
@@ -180,8 +178,8 @@ def _search(
     Passes over all listed tokens halve the range only until what lies in it fits into ROOM numbers at ``near_ptr``;
     the rest of the search is in registers.
     """
-    low = _key(least)
-    high = _key(peak) + 1
+    low = key_of(least)
+    high = key_of(peak) + 1
     number, _whole = _at_least(z_ptr, entries_ptr, count, vocab, least, peak, temperature, CHUNK, WIDTH)
     above_number = 0
     above = 0.0
@@ -190,9 +188,9 @@ def _search(
         # Halves of the logits' range, and now and then of the floats within it, lest a crowd at zero take forever.
         middle = low + (high - low) // 2
         if (step % 4 < 3) & (least > float("-inf")):
-            middle = _key(0.5 * _unkey(low) + 0.5 * _unkey(high))
+            middle = key_of(0.5 * unkey(low) + 0.5 * unkey(high))
             middle = tl.minimum(tl.maximum(middle, low + 1), high - 1)
-        here, mass = _at_least(z_ptr, entries_ptr, count, vocab, _unkey(middle), peak, temperature, CHUNK, WIDTH)
+        here, mass = _at_least(z_ptr, entries_ptr, count, vocab, unkey(middle), peak, temperature, CHUNK, WIDTH)
         reached = here >= target
         if BY_MASS:
             reached = mass >= target
@@ -208,7 +206,7 @@ def _search(
         near = 0
         for first in range(0, count, CHUNK):
             _token, z = _tile(z_ptr, entries_ptr, first, count, vocab, CHUNK, WIDTH)
-            is_near = ((z >= _unkey(low)) & (z < _unkey(high)) & (z > float("-inf"))).to(tl.int32)
+            is_near = ((z >= unkey(low)) & (z < unkey(high)) & (z > float("-inf"))).to(tl.int32)
             each = tl.sum(is_near, axis=1)
             place = near + (tl.cumsum(each, axis=0) - each)[:, None] + tl.cumsum(is_near, axis=1) - 1
             tl.store(near_ptr + place, z, mask=is_near > 0)
@@ -219,13 +217,13 @@ def _search(
         tl.debug_barrier()
         weight = tl.where(index < near, tl.exp((close - peak) / temperature), 0.0)
         if near > 0:
-            low = tl.maximum(low, _key(tl.min(tl.where(index < near, close, float("inf")), axis=0)))
-            high = tl.minimum(high, _key(tl.max(close, axis=0)) + 1)
+            low = tl.maximum(low, key_of(tl.min(tl.where(index < near, close, float("inf")), axis=0)))
+            high = tl.minimum(high, key_of(tl.max(close, axis=0)) + 1)
         outside = above_number
         outside_mass = above
         while high - low > 1:
             middle = low + (high - low) // 2
-            kept = (index < near) & (close >= _unkey(middle))
+            kept = (index < near) & (close >= unkey(middle))
             here = outside + tl.sum(kept.to(tl.int32), axis=0)
             mass = outside_mass + tl.sum(tl.where(kept, weight, 0.0), axis=0)
             reached = here >= target
@@ -238,7 +236,7 @@ def _search(
                 high = middle
                 above_number = here
                 above = mass
-    return _unkey(low), number - above_number, above
+    return unkey(low), number - above_number, above
 
 
 @triton.jit
@@ -259,11 +257,14 @@ def _nucleus(
 
 @triton.jit
 def find_law(
-    z_ptr, max_ptr, sum_ptr, entries_ptr, vocab, num_blocks, raw_temperature, top_k, top_p, min_p,
-    MAX_BLOCKS: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr,
+    z_ptr, max_ptr, sum_ptr, entries_ptr,
+    counts_ptr, masses_ptr, near_ptr, near_id_ptr, near_count_ptr, near_mass_ptr, sure_ptr, info_ptr, found_ptr, row,
+    vocab, num_blocks, raw_temperature, top_k, top_p, min_p,
+    MAX_BLOCKS: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr, HAS_NEAR: tl.constexpr, NEAR: tl.constexpr,
+    BINS: tl.constexpr, COPIES: tl.constexpr, INFO: tl.constexpr,
 ):  # fmt: skip
     """The law of one row from its block statistics. Their sums are replaced by the masses of the listed blocks, their
-    maxima make room for logits near a threshold.
+    maxima make room for logits near a threshold. HAS_NEAR: ``launch_select`` went before, for all rows; row is ours.
 
     Returns peak, temperature, least, last_tie, total, and how many blocks are listed (-1: all, in order).
     """
@@ -280,7 +281,19 @@ def find_law(
     last_tie = 2147483647
     count = -1
     is_sound = (total > 0.0) & (total < float("inf")) & (tl.abs(peak) < float("inf"))
-    if is_sound:
+    is_filtered = has_filter(raw_temperature, top_k, top_p, min_p, vocab)
+    is_listed = is_sound & False
+    if HAS_NEAR:  # noqa: SIM102
+        if is_filtered:
+            is_listed = is_sound & (tl.load(found_ptr + row * 2) != 0)
+            clear_bins(counts_ptr + row * COPIES * BINS, masses_ptr + row * COPIES * BINS, BINS, COPIES)
+    if is_listed:
+        least, last_tie, total = select_law(
+            near_ptr + row * NEAR, near_id_ptr + row * NEAR, near_count_ptr + row, near_mass_ptr + row * num_blocks,
+            sure_ptr + row * num_blocks, sum_ptr, info_ptr + row * INFO, found_ptr + row * 2, peak, temperature, top_k,
+            top_p, min_p, vocab, num_blocks, MAX_BLOCKS, WIDTH, NEAR, ONE,
+        )  # fmt: skip
+    elif is_sound:
         if raw_temperature < 1e-5:
             # Greedy: the lowest id of the largest logit.
             first = tl.min(tl.where(block_max == peak, block, 2147483647), axis=0)
@@ -289,7 +302,7 @@ def find_law(
             last_tie = tl.min(tl.where(z == peak, token, 2147483647), axis=0)
             least = peak
             total = 1.0
-        elif ((top_k > 0) & (top_k < vocab)) | (top_p < 1.0) | (min_p > 0.0):
+        elif is_filtered:
             has_k = (top_k > 0) & (top_k < vocab)
             bound = float("-inf")
             floor = peak + temperature * tl.log(min_p * 0.999999)
