@@ -10,6 +10,8 @@ from sparkchat.params import Mode
 
 BASELINE = "off"
 WITHOUT_TABLE = "compact-no-table"
+EVERY_LENGTH = "fixed"
+"""Stands for all fixed lengths: static, static-1, static-2, ..."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,9 @@ def chosen_arms(names: list[str] | None, possible: dict[str, Arm]) -> list[Arm]:
     """The named arms, plain decoding first; without names all but the shorter static blocks. Raises UsageError."""
     if names is None:
         return [arm for arm in possible.values() if not arm.name.startswith("static-")]
-    for name in names:
+    fixed = [name for name in possible if name == "static" or name.startswith("static-")]
+    wanted = [part for name in names for part in (fixed if name == EVERY_LENGTH and fixed else [name])]
+    for name in wanted:
         if name not in possible:
-            raise UsageError(f"--arms: {unknown('arm', name, possible)}")
-    return [possible[name] for name in dict.fromkeys([BASELINE, *names])]
+            raise UsageError(f"--arms: {unknown('arm', name, [*possible, EVERY_LENGTH])}")
+    return [possible[name] for name in dict.fromkeys([BASELINE, *wanted])]

@@ -36,12 +36,15 @@ class Tally:
     verified: int = 0
     accepted: int = 0
     rounds: int = 0
+    by_round: list[tuple[int, float]] = field(default_factory=list)
+    """(tokens, seconds) of each round; the arms' rounds have the same prompts."""
     predictions: list[tuple[float, float]] = field(default_factory=list)
     """(predicted, measured) milliseconds of a step."""
 
     def add(self, results: Sequence[dict[str, Any]], seconds: float) -> None:
         self.rounds += 1
         self.seconds += seconds
+        self.by_round.append((sum(len(result["token_ids"]) - 1 for result in results), seconds))
         for result in results:
             self.tokens += len(result["token_ids"]) - 1
             if result["timing"]["tokens_per_second"]:
@@ -51,6 +54,11 @@ class Tally:
             self.proposed += counts["num_proposed_draft_tokens"]
             self.verified += counts["num_verified_draft_tokens"]
             self.accepted += counts["num_accepted_draft_tokens"]
+
+    @property
+    def step_time_error(self) -> float | None:
+        """By what share predicted steps are longer than measured ones, over all of them; None without predictions."""
+        return _relative_error(self.predictions)
 
     def to_json(self, kv_bytes_per_token: int) -> dict[str, Any]:
         trimmed = self.proposed - self.verified
@@ -65,7 +73,7 @@ class Tally:
             "utilisation": (self.accepted + self.steps) / (self.verified + self.steps) if self.steps else None,
             "trimmed_rows": trimmed,
             "trimmed_bytes": trimmed * kv_bytes_per_token,
-            "step_time_error": _relative_error(self.predictions),
+            "step_time_error": self.step_time_error,
         }
 
 

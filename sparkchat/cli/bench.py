@@ -12,6 +12,7 @@ import typer
 
 from sparkchat import environment, strict_json
 from sparkchat.bench.arms import Arm, chosen_arms, possible_arms
+from sparkchat.bench.bars import bars_of, told
 from sparkchat.bench.chats import held_out_chats, meaningless_chats
 from sparkchat.bench.engine_runs import EngineRun, engine_run
 from sparkchat.bench.equality import Equality, compare
@@ -57,7 +58,7 @@ def bench(
         typer.Option(
             "--arms",
             metavar="NAMES",
-            help="Of off, mtp, static, compact, compact-no-table, cap-accept, static-1, static-2, ...; by commas.",
+            help="Of off, mtp, static, compact, compact-no-table, cap-accept, static-1, ..., fixed (every length).",
             show_default=False,
         ),
     ] = None,
@@ -178,6 +179,7 @@ def _report(
         "arms": [arm.name for arm in arms],
         "equality": {name: found.to_json() for name, found in equality.items()},
         "results": rows_of(tallies, equality, info["kv_bytes_per_token"]),
+        "bars": bars_of(tallies, [name for name, found in equality.items() if not found.is_equal]),
     }
 
 
@@ -192,6 +194,8 @@ def _tell(report: dict[str, Any], differing: dict[str, Equality], json_: bool) -
         what.append(f"acceptance simulated: {report['simulated']}")
     data(", ".join(what))
     table(HEADER, table_rows(report["results"], list(differing)))
+    for line in told(report["bars"]):
+        data(line)
     ties = sum(found["near_ties"] for found in report["equality"].values())
     if ties:
         note(f"{ties} greedy answers part from plain decoding where two tokens are equally likely to rounding")

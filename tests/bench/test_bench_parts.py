@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from sparkchat.bench.arms import Arm, chosen_arms, possible_arms
+from sparkchat.bench.bars import bars_of, told
 from sparkchat.bench.chats import held_out_chats, meaningless_chats
 from sparkchat.bench.equality import Equality, compare
 from sparkchat.bench.measuring import Tally, measure
@@ -213,6 +214,48 @@ def test_no_speed_up_is_told_of_an_arm_that_says_something_else() -> None:
     assert cells["static"][3] == cells["static"][5] == "refused"
     assert cells["compact"][3] == "2.00"
     assert {len(row) for row in cells.values()} == {len(HEADER)}
+
+
+def rounds(*tokens: int) -> Tally:
+    """A round of a second each."""
+    return Tally(by_round=[(n, 1.0) for n in tokens], predictions=[(11.0, 10.0)])
+
+
+def test_compact_is_told_beside_the_best_fixed_length() -> None:
+    arms = {"off": rounds(10, 12), "static": rounds(15, 15), "static-2": rounds(20, 20), "compact": rounds(22, 20)}
+    (bar,) = bars_of({4: {**arms, "cap-accept": rounds(90, 90)}})
+    assert (bar["concurrency"], bar["best_fixed"]) == (4, "static-2")
+    assert bar["fixed_arms"] == ["off", "static", "static-2"]
+    assert bar["compact_to_best_fixed"]["ratio"] == pytest.approx(42 / 40)
+    assert bar["compact_to_best_fixed"]["low"] == pytest.approx(1.0)
+    assert bar["compact_to_best_fixed"]["high"] == pytest.approx(1.1)
+    assert bar["compact_to_static"]["ratio"] == pytest.approx(42 / 30)
+    assert bar["step_time_error"] == pytest.approx(0.1)
+    (line,) = told([bar])
+    assert line == (
+        "4 together: compact is 1.050 (1.000 to 1.100) of the best fixed length, static-2 of 3; "
+        "its steps were predicted 10.0% too long"
+    )
+
+
+def test_an_arm_that_says_something_else_sets_no_bar() -> None:
+    arms = {"off": rounds(10), "static": rounds(30), "compact": rounds(12)}
+    (bar,) = bars_of({1: arms}, refused=["static"])
+    assert (bar["best_fixed"], bar["compact_to_static"]) == ("off", None)
+    assert bars_of({1: arms}, refused=["compact"]) == []
+    assert bars_of({1: {"off": rounds(10)}}) == []
+    (alone,) = bars_of({1: {"compact": Tally()}})
+    assert told([alone]) == ["1 together: compact has no fixed length beside it"]
+    (still,) = bars_of({1: {"compact": Tally(), "off": Tally()}})
+    assert still["compact_to_best_fixed"] is None
+
+
+def test_fixed_stands_for_every_length() -> None:
+    possible = possible_arms("dspark", True, 4)
+    names = [arm.name for arm in chosen_arms(["fixed", "compact"], possible)]
+    assert names == ["off", "static", "static-1", "static-2", "static-3", "compact"]
+    with pytest.raises(UsageError, match="fixed"):
+        chosen_arms(["fixed"], possible_arms(None, False, None))
 
 
 def test_the_plot_is_a_line_for_each_arm() -> None:

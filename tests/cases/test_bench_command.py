@@ -18,7 +18,9 @@ def test_every_arm_is_timed_at_every_concurrency(mix_folders: dict[str, Path], t
     assert done.code == 0, done.err
     lines = done.out.splitlines()
     assert lines[1].split()[:2] == ["TOGETHER", "ARM"]
-    assert [line.split()[1] for line in lines[2:]] == ARMS * 2
+    assert [line.split()[1] for line in lines[2:-2]] == ARMS * 2
+    assert [line.split(":")[0] for line in lines[-2:]] == ["1 together", "2 together"]
+    assert all("of the best fixed length" in line and "predicted" in line for line in lines[-2:])
     report = parse_strict((tmp_path / "bench.json").read_text())
     assert (report["schema"], report["arms"]) == ("sparkchat.bench/1", ARMS)
     assert (tmp_path / "bench.svg").read_text().startswith("<svg")
@@ -31,6 +33,9 @@ def test_every_arm_is_timed_at_every_concurrency(mix_folders: dict[str, Path], t
         assert row["speed_up"] > 0
         assert (row["acceptance_length"] > 1.5) == (row["arm"] != "off")
         assert (row["step_time_error"] is not None) == (row["arm"] in ("compact", "cap-accept"))
+    assert [(bar["concurrency"], bar["fixed_arms"]) for bar in report["bars"]] == [
+        (n, ["off", "static"]) for n in (1, 2)
+    ]
     by_arm = {row["arm"]: row for row in report["results"] if row["concurrency"] == 1}
     assert by_arm["static"]["trimmed_rows"] == 0
     assert by_arm["off"]["speed_up"] == 1.0
