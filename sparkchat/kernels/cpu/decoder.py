@@ -9,20 +9,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sparkchat.kernels.cpu import job as job_words
 from sparkchat.kernels.cpu import stack
+from sparkchat.kernels.cpu.attention import SCORE_ROWS
 from sparkchat.kernels.cpu.matrix import PackedMatrix
 from sparkchat.kernels.cpu.product import SCRATCH_BYTES
 from sparkchat.kernels.cpu.rows import GROUP, GROUP_ROW_BYTES
 from sparkchat.kernels.cpu.team import MOST_COUNTERS, STACK, team
 
 _STATIC = (
-    stack.INPUT_NORM,
-    stack.POST_NORM,
-    stack.QK_NORM,
-    stack.QKV_MATRIX,
-    stack.O_MATRIX,
-    stack.GATE_UP,
-    stack.DOWN,
+    job_words.INPUT_NORM,
+    job_words.POST_NORM,
+    job_words.QK_NORM,
+    job_words.QKV_MATRIX,
+    job_words.O_MATRIX,
+    job_words.GATE_UP,
+    job_words.DOWN,
 )
 
 
@@ -68,7 +70,7 @@ class Decoder:
         """``heads``: of queries and of keys. Query head h attends to key head h modulo their count."""
         self._layers, self._norm, self._heads, self._size = list(layers), norm, heads, head_size
         self._eps = np.array([eps], np.float32)
-        self._table = np.zeros((len(self._layers), stack.LAYER_WORDS), np.int64)
+        self._table = np.zeros((len(self._layers), job_words.LAYER_WORDS), np.int64)
         for line, layer in zip(self._table, self._layers, strict=True):
             qk_norm = 0 if layer.qk_norm is None else layer.qk_norm.data_ptr()
             matrices = (layer.qkv.record, layer.o.record, layer.gate_up.record, layer.down.record)
@@ -96,11 +98,13 @@ class Decoder:
         act = torch.empty((count, self._inner))
         longest = max(self._hidden, self._inner, heads * self._size)
         context = 4 * (-(-int(rows.ends.max()) // 16) * 16)
-        scratch_bytes = SCRATCH_BYTES + context + count * (4 * self._hidden + -(-longest // GROUP) * GROUP_ROW_BYTES)
+        scratch_bytes = (
+            SCRATCH_BYTES + SCORE_ROWS * context + count * (4 * self._hidden + -(-longest // GROUP) * GROUP_ROW_BYTES)
+        )
         scratch_bytes += -scratch_bytes % 64
         scratch = torch.empty((threads, scratch_bytes), dtype=torch.uint8)
         self._place(caches, taps)
-        job = np.zeros(stack.CONTEXT_BYTES + 1, np.int64)
+        job = np.zeros(job_words.CONTEXT_BYTES + 1, np.int64)
         job[:] = (
             count,
             self._hidden,
@@ -137,9 +141,9 @@ class Decoder:
         for index, (line, cache) in enumerate(zip(self._table, caches, strict=True)):
             data = cache.data
             width = data.element_size()
-            line[stack.STORE_BASE] = data.data_ptr()
-            line[stack.ROW_STRIDE] = data.stride(0) * width
-            line[stack.HEAD_STRIDE] = data.stride(1) * width
-            line[stack.SLOTS] = data.shape[2]
-            line[stack.WINDOW] = cache.window or 0
-            line[stack.TAP] = list(taps).index(index) if index in taps else -1
+            line[job_words.STORE_BASE] = data.data_ptr()
+            line[job_words.ROW_STRIDE] = data.stride(0) * width
+            line[job_words.HEAD_STRIDE] = data.stride(1) * width
+            line[job_words.SLOTS] = data.shape[2]
+            line[job_words.WINDOW] = cache.window or 0
+            line[job_words.TAP] = list(taps).index(index) if index in taps else -1

@@ -107,23 +107,34 @@ def _pack(e: Emitter, x: ir.Value, groups: ir.Value, out: ir.Value) -> None:
     repeat(b, groups, [], one)
 
 
-def _scores(kind: str) -> Callable[..., None]:
+def _scores(kind: str, heads: int) -> Callable[..., None]:
     def body(
-        e: Emitter, q: ir.Value, keys: ir.Value, count: ir.Value, blocks: ir.Value, scale: ir.Value, out: ir.Value
+        e: Emitter,
+        q: ir.Value,
+        q_stride: ir.Value,
+        keys: ir.Value,
+        count: ir.Value,
+        blocks: ir.Value,
+        scale: ir.Value,
+        out: ir.Value,
+        out_stride: ir.Value,
     ) -> None:
-        """out[t] = scale * q . keys[t] for ``count`` keys, one behind the other."""
+        """out[h, t] = scale * q[h] . keys[t] for ``count`` keys, one behind the other; every key is read once."""
         b = e.builder
         stride = e.times(blocks, LANES * _SIZES[kind])
+        queries = [e.at(q, e.times(q_stride, h)) for h in range(heads)]
 
         def one(t: ir.Value) -> list[ir.Value]:
             key = e.at(keys, b.mul(t, stride))
 
-            def multiply(i: ir.Value, sums: ir.Value) -> list[ir.Value]:
+            def multiply(i: ir.Value, *sums: ir.Value) -> list[ir.Value]:
                 part = e.load(e.at(key, e.times(i, LANES * _SIZES[kind])), kind)
-                return [e.fma(e.load(e.at(q, e.times(i, BYTES))), part, sums)]
+                here = [e.load(e.at(query, e.times(i, BYTES))) for query in queries]
+                return [e.fma(query, part, total) for query, total in zip(here, sums, strict=True)]
 
-            (sums,) = repeat(b, blocks, [e.zero], multiply)
-            b.store(b.fmul(e.total(sums), scale), b.inttoptr(e.at(out, e.times(t, 4)), F32.as_pointer()))
+            for h, total in enumerate(repeat(b, blocks, [e.zero] * heads, multiply)):
+                at = e.at(out, e.times(out_stride, h), e.times(t, 4))
+                b.store(b.fmul(e.total(total), scale), b.inttoptr(at, F32.as_pointer()))
             return []
 
         repeat(b, count, [], one)
@@ -151,20 +162,33 @@ def _softmax(e: Emitter, scores: ir.Value, blocks: ir.Value) -> ir.Value:
     return e.total(sums)
 
 
-def _mix(kind: str, width: int) -> Callable[..., None]:
-    def body(e: Emitter, weights: ir.Value, values: ir.Value, count: ir.Value, stride: ir.Value, out: ir.Value) -> None:
-        """out[:width * 16] += sum over t of weights[t] * values[t]; ``stride`` from one value to the next."""
+def _mix(kind: str, heads: int, width: int) -> Callable[..., None]:
+    def body(
+        e: Emitter,
+        weights: ir.Value,
+        weight_stride: ir.Value,
+        values: ir.Value,
+        count: ir.Value,
+        stride: ir.Value,
+        out: ir.Value,
+        out_stride: ir.Value,
+    ) -> None:
+        """out[h, :width * 16] += sum over t of weights[h, t] * values[t]; ``stride`` from one value to the next."""
         b = e.builder
         size = LANES * _SIZES[kind]
+        outs = [e.at(out, e.times(out_stride, h), i * BYTES) for h in range(heads) for i in range(width)]
 
         def add(t: ir.Value, *sums: ir.Value) -> list[ir.Value]:
-            weight = e.splat(e.scalar(e.at(weights, e.times(t, 4))))
             value = e.at(values, b.mul(t, stride))
-            return [e.fma(weight, e.load(e.at(value, i * size), kind), total) for i, total in enumerate(sums)]
+            parts = [e.load(e.at(value, i * size), kind) for i in range(width)]
+            new = []
+            for h in range(heads):
+                weight = e.splat(e.scalar(e.at(weights, e.times(weight_stride, h), e.times(t, 4))))
+                new += [e.fma(weight, part, sums[h * width + i]) for i, part in enumerate(parts)]
+            return new
 
-        start = [e.load(e.at(out, i * BYTES)) for i in range(width)]
-        for i, total in enumerate(repeat(b, count, start, add)):
-            e.store(total, e.at(out, i * BYTES))
+        for at, total in zip(outs, repeat(b, count, [e.load(at) for at in outs], add), strict=True):
+            e.store(total, at)
 
     return body
 
@@ -204,13 +228,17 @@ def _copy(kind: str) -> Callable[..., None]:
 
 norm = primitive("norm", 5, _norm, floats=(2,))
 pack = primitive("pack", 3, _pack)
-scores_f32 = primitive("scores_f32", 6, _scores("f32"), floats=(4,))
-scores_bf16 = primitive("scores_bf16", 6, _scores("bf16"), floats=(4,))
+scores_f32_1, scores_f32_2, scores_f32_3, scores_f32_4 = (
+    primitive(f"scores_f32_{h}", 8, _scores("f32", h), floats=(5,)) for h in (1, 2, 3, 4)
+)
+scores_bf16_1, scores_bf16_2, scores_bf16_3, scores_bf16_4 = (
+    primitive(f"scores_bf16_{h}", 8, _scores("bf16", h), floats=(5,)) for h in (1, 2, 3, 4)
+)
 softmax = primitive("softmax", 2, _softmax, types.float32)
-mix_f32 = primitive("mix_f32", 5, _mix("f32", 1))
-mix_bf16 = primitive("mix_bf16", 5, _mix("bf16", 1))
-mix4_f32 = primitive("mix4_f32", 5, _mix("f32", 4))
-mix4_bf16 = primitive("mix4_bf16", 5, _mix("bf16", 4))
+mix_f32_1, mix_f32_2, mix_f32_3, mix_f32_4 = (primitive(f"mix_f32_{h}", 7, _mix("f32", h, 1)) for h in (1, 2, 3, 4))
+mix_bf16_1, mix_bf16_2, mix_bf16_3, mix_bf16_4 = (
+    primitive(f"mix_bf16_{h}", 7, _mix("bf16", h, 1)) for h in (1, 2, 3, 4)
+)
 scale = primitive("scale", 3, _scale, floats=(2,))
 gate = primitive("gate", 3, _gate)
 add = primitive("add", 2, _add)

@@ -6,25 +6,54 @@ thread does for itself; products are shared out by lane blocks, attention by row
 
 from __future__ import annotations
 
-import math
-
 from numba import njit
 
 from sparkchat.kernels.cpu import rows
+from sparkchat.kernels.cpu.attention import SCORE_ROWS, attend
+from sparkchat.kernels.cpu.job import (
+    ACT,
+    CACHE_ROWS,
+    CONTEXT_BYTES,
+    COUNT,
+    DOWN,
+    EPS,
+    GATE_UP,
+    HEAD_SIZE,
+    HEAD_STRIDE,
+    HEADS,
+    HIDDEN,
+    INNER,
+    INPUT_NORM,
+    KEY_HEADS,
+    KEYS_BF16,
+    LAST_NORM,
+    LAYER_WORDS,
+    LAYERS,
+    MIXED,
+    O_MATRIX,
+    OUT,
+    POSITIONS,
+    POST_NORM,
+    QK_NORM,
+    QKV,
+    QKV_MATRIX,
+    QKV_STRIDE,
+    ROPE,
+    ROW_STRIDE,
+    SCRATCH,
+    SCRATCH_STRIDE,
+    SLOTS,
+    STORE_BASE,
+    TABLE,
+    TAP,
+    TAP_COUNT,
+    TAPS,
+    X,
+)
 from sparkchat.kernels.cpu.memory import exchange, fetch_add, floats, peek, words, yield_processor
 from sparkchat.kernels.cpu.product import ADD, GATE, KIND, RECORD_WORDS, SCRATCH_BYTES, STORE, multiply
 from sparkchat.kernels.cpu.tiles import BF16
 
-# fmt: off
-(COUNT, HIDDEN, HEADS, KEY_HEADS, HEAD_SIZE, INNER, LAYERS, TABLE, X, POSITIONS, ENDS, CACHE_ROWS, ROPE, TAPS,
- TAP_COUNT, OUT, LAST_NORM, EPS, KEYS_BF16, QKV, QKV_STRIDE, MIXED, ACT, SCRATCH, SCRATCH_STRIDE,
- CONTEXT_BYTES) = range(26)
-# fmt: on
-"""Words of a stack's job; capitals in the text below."""
-(INPUT_NORM, POST_NORM, QK_NORM, QKV_MATRIX, O_MATRIX, GATE_UP, DOWN, STORE_BASE, ROW_STRIDE, HEAD_STRIDE, SLOTS,
- WINDOW, TAP) = range(13)  # fmt: skip
-"""Words of a layer's line in the table."""
-LAYER_WORDS = 13
 BARRIER, GENERATION, COUNTERS = 0, 8, 16
 """Words of the threads' meeting place; a line of the processor's cache apart. Counters of the phases come last."""
 PHASES_A_LAYER = 6
@@ -104,77 +133,6 @@ def _rotate_rows(job, layer, counter):
 
 
 @njit(nogil=True)
-def _attend_span(job, q, keys, values, count, scores, out, is_scoring):
-    """Scores of ``count`` keys in a row, or their values mixed."""
-    size, is_half = job[HEAD_SIZE], job[KEYS_BF16]
-    if is_scoring:
-        factor = 1.0 / math.sqrt(size)
-        if is_half:
-            rows.scores_bf16(q, keys, count, size // 16, factor, scores)
-        else:
-            rows.scores_f32(q, keys, count, size // 16, factor, scores)
-        return
-    width = 2 if is_half else 4
-    i = 0
-    while i < size:
-        at = values + i * width
-        if i + 64 <= size:
-            if is_half:
-                rows.mix4_bf16(scores, at, count, size * width, out + i * 4)
-            else:
-                rows.mix4_f32(scores, at, count, size * width, out + i * 4)
-            i += 64
-        else:
-            if is_half:
-                rows.mix_bf16(scores, at, count, size * width, out + i * 4)
-            else:
-                rows.mix_f32(scores, at, count, size * width, out + i * 4)
-            i += 16
-
-
-@njit(nogil=True)
-def _attend_head(job, layer, n, h, scores):
-    """One query head of one row: softmax over the keys it sees, oldest first."""
-    size, key_heads = job[HEAD_SIZE], job[KEY_HEADS]
-    width = size * (2 if job[KEYS_BF16] else 4)
-    end = words(job[ENDS], job[COUNT])[n]
-    first = max(0, end - layer[WINDOW]) if layer[WINDOW] else 0
-    keys = layer[STORE_BASE] + words(job[CACHE_ROWS], job[COUNT])[n] * layer[ROW_STRIDE]
-    keys += (h % key_heads) * layer[HEAD_STRIDE]
-    values = keys + key_heads * layer[HEAD_STRIDE]
-    q = job[QKV] + n * job[QKV_STRIDE] + h * size * 4
-    out = job[MIXED] + (n * job[HEADS] + h) * size * 4
-    count = end - first
-    # In a ring what is seen may go on at its beginning.
-    slot = first % layer[SLOTS]
-    before = min(count, layer[SLOTS] - slot)
-    _attend_span(job, q, keys + slot * width, values, before, scores, out, True)
-    if before < count:
-        _attend_span(job, q, keys, values, count - before, scores + before * 4, out, True)
-    blocks = (count + 15) // 16
-    tail = floats(scores, blocks * 16)
-    for t in range(count, blocks * 16):
-        tail[t] = -math.inf
-    total = rows.softmax(scores, blocks)
-    head = floats(out, size)
-    for i in range(size):
-        head[i] = 0.0
-    _attend_span(job, q, keys, values + slot * width, before, scores, out, False)
-    if before < count:
-        _attend_span(job, q, keys, values, count - before, scores + before * 4, out, False)
-    rows.scale(out, size // 16, 1.0 / total)
-
-
-@njit(nogil=True)
-def _attend(job, layer, counter, scores):
-    items = job[COUNT] * job[HEADS]
-    item = fetch_add(counter, 1)
-    while item < items:
-        _attend_head(job, layer, item // job[HEADS], item % job[HEADS], scores)
-        item = fetch_add(counter, 1)
-
-
-@njit(nogil=True)
 def _tap(job, tap, thread, threads):
     """X of this thread's rows to place ``tap`` of the features [COUNT, TAP_COUNT, HIDDEN]."""
     stride = 4 * job[HIDDEN]
@@ -190,7 +148,7 @@ def run_stack(job_address, place, thread, threads):
     count, hidden, wide = job[COUNT], job[HIDDEN], 4 * job[HIDDEN]
     own = job[SCRATCH] + thread * job[SCRATCH_STRIDE]
     scores = own + SCRATCH_BYTES
-    normed = scores + job[CONTEXT_BYTES]
+    normed = scores + SCORE_ROWS * job[CONTEXT_BYTES]
     packed = normed + count * wide
     counter = place + 8 * COUNTERS
     heads_size = job[HEADS] * job[HEAD_SIZE]
@@ -203,7 +161,7 @@ def run_stack(job_address, place, thread, threads):
         meet(place, threads)
         _rotate_rows(job, layer, counter + 8)
         meet(place, threads)
-        _attend(job, layer, counter + 16, scores)
+        attend(job, layer, counter + 16, threads, scores)
         meet(place, threads)
         _multiply(job, layer[O_MATRIX], job[MIXED], heads_size, packed, ADD, job[X], wide, counter + 24, threads, own)
         meet(place, threads)
