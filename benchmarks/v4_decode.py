@@ -1,7 +1,7 @@
 """DeepSeek-V4-Flash in full shapes on any number of GPUs: steps and rounds against what reading the weights costs.
 
-    python3 benchmarks/v4_decode.py --gpus 2 --commit HASH --out FILE.json       # all parts, within 10 minutes
-    python3 benchmarks/v4_decode.py --gpus 2 --parts alone,profile --quick       # some of them, fewer steps
+    python3 benchmarks/v4_decode.py --gpus 2 --commit HASH --out FILE.json       # all parts
+    python3 benchmarks/v4_decode.py --gpus 2 --parts alone,mtp3 --quick          # some of them, fewer steps
     python3 benchmarks/v4_decode.py --tiny --gpus 2                              # a tiny model on the CPU
 
 Weights are random in the published forms and made on the devices; acceptance is simulated (sparkchat/simulation.py), so
@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,8 @@ FIELD = "0.82,0.67,0.55,0.45,0.37"
 LENGTHS = (4.0, 5.4)
 PROMPT = 4
 """Tokens that are really read; what lies before an answer is given by ``Bench.context``."""
-PARTS = ("start", "alone", "profile", "batches", "mtp", "plain", "contexts")
+PARTS = ("alone", "batches", "mtp3", "contexts", "mtp1", "plain")
+"""In order of their weight; each opens an engine of its own."""
 
 
 class Bench:
@@ -242,27 +244,24 @@ def simulate(engine: Engine, profile: SimulatedAcceptance) -> None:
     engine._captured.simulate(profile)  # type: ignore[union-attr]
 
 
-def start(bench: Bench) -> None:
-    """From nothing to the first token of a first prompt."""
-    began = time.perf_counter()
-    with bench.opened("start", bench.dspark) as engine:
-        engine.submit(GenerateRequest(id="r0", prompt_ids=(2, 3, 4), sampling=SamplingParams(max_tokens=2)))
-        while engine.has_work:
-            engine.step()
-        settle(engine)
-        bench.add("start", "first answer of two tokens", seconds=time.perf_counter() - began, **graphs_of(engine))
+def first_answer(bench: Bench, engine: Engine, began: float) -> None:
+    """From nothing to the second token of a first answer."""
+    engine.submit(GenerateRequest(id="r0", prompt_ids=(2, 3, 4), mode="static", sampling=SamplingParams(max_tokens=2)))
+    while engine.has_work:
+        engine.step()
+    settle(engine)
+    bench.add("alone", "first answer", seconds=time.perf_counter() - began, **graphs_of(engine))
 
 
 def alone(bench: Bench) -> None:
-    """Batch 1: plain steps and rounds, at acceptance lengths and profiles, compact beside static."""
+    """Batch 1: the start, plain steps and rounds, at acceptance lengths and profiles, compact beside static."""
+    began = time.perf_counter()
     with bench.opened("alone", bench.dspark, mode="compact") as engine:
-        bench.add("alone", "cost table", table=engine.info["cost_table"], **graphs_of(engine))
+        first_answer(bench, engine, began)
+        bench.add("alone", "cost table", table=engine.info["cost_table"])
         hit, even = experts_hit(engine, bench.block + 1), v4_shapes.experts_expected(bench.dspark, bench.block + 1)
         bench.add("alone", "experts of a layer that a block is sent to", measured=hit, by_even_routing=even)
         bench.decode(engine, "alone", "off, drafter loaded", 1, "off")
-        for length in LENGTHS:
-            simulate(engine, acceptance_of_length(length, bench.block))
-            bench.decode(engine, "alone", f"DSpark, length {length}", 1, "static", length=length)
         profiles = {"field": parse_simulation(FIELD)}
         if not bench.is_tiny:
             profiles |= {name: SimulatedAcceptance(name, chances) for name, chances in BUILT_IN.items()}
@@ -270,47 +269,48 @@ def alone(bench: Bench) -> None:
             simulate(engine, profile)
             for mode in ("static", "compact"):
                 bench.decode(engine, "alone", f"{mode}, {name}", 1, mode)
+        for length in LENGTHS:
+            simulate(engine, acceptance_of_length(length, bench.block))
+            bench.decode(engine, "alone", f"DSpark, length {length}", 1, "static", length=length)
+        for mode in ("off", "static"):
+            break_down(bench, engine, mode)
 
 
-def profile(bench: Bench) -> None:
-    """Where the time of a round goes, by kernels of rank 0."""
+def break_down(bench: Bench, engine: Engine, mode: str) -> None:
+    """Where the time of a step goes, by kernels of rank 0."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as record
 
-    with bench.opened("profile", bench.dspark) as engine:
-        on_gpu = engine.pair.device.type == "cuda"
-        for mode in ("off", "static"):
-            begin(engine, 1, mode, bench.context)
-            for _ in range(2 if bench.is_tiny else 8):
-                engine.step()
-            settle(engine)
-            steps, kind = (2, ProfilerActivity.CPU) if bench.is_tiny else (20, ProfilerActivity.CUDA)
-            with record(activities=[kind]) as seen:
-                for _ in range(steps):
-                    engine.step()
-                settle(engine)
-            engine.cancel("r0")
+    on_gpu = engine.pair.device.type == "cuda"
+    begin(engine, 1, mode, bench.context)
+    for _ in range(2 if bench.is_tiny else 8):
+        engine.step()
+    settle(engine)
+    steps, kind = (2, ProfilerActivity.CPU) if bench.is_tiny else (20, ProfilerActivity.CUDA)
+    with record(activities=[kind]) as seen:
+        for _ in range(steps):
             engine.step()
-            times = v4_table.times_by_kernel(seen.key_averages(), steps, on_gpu)
-            bench.add("profile", mode, parts_us=v4_table.by_part(times), kernels=v4_table.longest(times))
+        settle(engine)
+    engine.cancel("r0")
+    engine.step()
+    times = v4_table.times_by_kernel(seen.key_averages(), steps, on_gpu)
+    bench.add("profile", mode, parts_us=v4_table.by_part(times), kernels=v4_table.longest(times))
 
 
 def batches(bench: Bench) -> None:
     """DSpark and plain steps at every batch size, at the field profile."""
     with bench.opened("batches", bench.dspark, mode="compact", concurrency=bench.batches[-1]) as engine:
-        bench.add("batches", "cost table", table=engine.info["cost_table"], **graphs_of(engine))
+        bench.add("batches", "cost table", table=engine.info["cost_table"])
         for batch in bench.batches:
             for mode in ("off", "static", "compact"):
                 bench.decode(engine, "batches", mode, batch, mode)
 
 
-def mtp(bench: Bench) -> None:
-    """The preview's block, drafting 3 tokens and 1, with the acceptance that DSpark has at the same position."""
-    for block in (3, 1):
-        settings = {"block_size": block, "concurrency": bench.batches[-1]}
-        with bench.opened("mtp", bench.mtp, **settings) as engine:
-            for batch in bench.batches:
-                bench.decode(engine, "mtp", f"mtp {block}", batch, "static", block=block)
+def mtp(bench: Bench, block: int) -> None:
+    """The preview's block, with the acceptance that DSpark has at the same position."""
+    with bench.opened("mtp", bench.mtp, block_size=block, concurrency=bench.batches[-1]) as engine:
+        for batch in bench.batches:
+            bench.decode(engine, "mtp", f"mtp {block}", batch, "static", block=block)
 
 
 def plain(bench: Bench) -> None:
@@ -338,12 +338,19 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--tiny", action="store_true", help="a tiny model on the CPU: whether the script runs")
     options = parser.parse_args(arguments)
     parts: dict[str, Callable[[Bench], None]] = {
-        "start": start, "alone": alone, "profile": profile, "batches": batches, "mtp": mtp, "plain": plain,
+        "alone": alone,
+        "batches": batches,
+        "mtp3": partial(mtp, block=3),
+        "mtp1": partial(mtp, block=1),
+        "plain": plain,
         "contexts": contexts,
-    }  # fmt: skip
+    }
+    chosen = options.parts.split(",")
+    if unknown := [name for name in chosen if name not in parts]:
+        parser.error(f"there is no part {', '.join(unknown)}; choose from {', '.join(PARTS)}")
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(options, Path(folder))
-        for name in options.parts.split(","):
+        for name in chosen:
             parts[name](bench)
         bench.add("end", "all parts ran")
     print(v4_table.table(bench.report))
