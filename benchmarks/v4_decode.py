@@ -83,6 +83,10 @@ class Bench:
     @contextmanager
     def opened(self, part: str, folder: Path, *, has_drafter: bool = True, **settings: Any) -> Iterator[Engine]:
         """An engine over all GPUs, and all that it held given back."""
+        # What the engine before held on to is given back only now that nobody names it any more.
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
         began, drafter = time.perf_counter(), str(folder) if has_drafter else None
         simulated = FIELD if has_drafter and folder == self.dspark else "0.82,0.67,0.55" if has_drafter else None
         spec: dict[str, Any] = {
@@ -98,17 +102,17 @@ class Bench:
             **settings,
         }
         engine = Engine(LoadSpec("deepseek-v4-flash", str(folder), drafter, **spec))
-        self.add(part, "start", seconds=time.perf_counter() - began, load_ms=engine.load_ms, **graphs_of(engine))
+        group = getattr(getattr(engine.pair.target, "inner", engine.pair.target), "group", None)
+        told = {"load_ms": engine.load_ms, "kernels": engine.info["kernels"], "sums": type(group).__name__}
+        self.add(part, "start", seconds=time.perf_counter() - began, **told, **graphs_of(engine))
         try:
             yield engine
         finally:
-            team = engine.pair.team
-            del engine
-            if team is not None:
-                team.close()
-            gc.collect()
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
+            if engine._captured is not None:
+                engine._captured.drain()
+                engine._captured.stages.close()
+            if engine.pair.team is not None:
+                engine.pair.team.close()
 
     def decode(self, engine: Engine, part: str, row: str, batch: int, mode: str, **options: Any) -> dict[str, Any]:
         """Measure full steps, and keep the row."""

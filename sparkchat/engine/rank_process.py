@@ -58,6 +58,11 @@ class Follower:
         ]
         getattr(self, f"_{command['op']}")(command, *tensors)
 
+    def close(self) -> None:
+        """Let go of what holds on to the group."""
+        if self._steps is not None:
+            self._steps.close()
+
     def _new_cache(self, command: Command) -> None:
         model = self._target if command["of"] == "target" else self._drafter
         assert model is not None
@@ -149,6 +154,7 @@ def _follow(channel: Channel) -> None:
     channel.send({"event": "loaded"})
     while (command := channel.commands.get())["op"] != "leave":
         follower.obey(command)
+    follower.close()
     dist.destroy_process_group()
 
 

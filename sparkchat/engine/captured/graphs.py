@@ -29,6 +29,10 @@ class Stages(Protocol):
 
     def run(self, key: Hashable, stage: Stage) -> None: ...
 
+    def close(self) -> None:
+        """Forget what was made ready; what was captured holds on to the ranks' connections."""
+        ...
+
 
 class EagerStages:
     """Every stage is run anew: the code of a captured step without the capture, on any device."""
@@ -44,6 +48,9 @@ class EagerStages:
 
     def run(self, key: Hashable, stage: Stage) -> None:
         stage()
+
+    def close(self) -> None:
+        pass
 
 
 class GraphStages:
@@ -96,3 +103,7 @@ class GraphStages:
 
     def run(self, key: Hashable, stage: Stage) -> None:
         self._graphs[key].replay()
+
+    def close(self) -> None:
+        torch.cuda.synchronize(self._device)
+        self._graphs.clear()

@@ -81,6 +81,10 @@ class SharedStages:
         with self._team.partners():
             self._inner.run(key, stage)
 
+    def close(self) -> None:
+        self._inner.close()
+        self._numbers.clear()
+
 
 class FollowedSteps:
     """The same steps on another rank, as rank 0 says; see the module."""
@@ -98,3 +102,6 @@ class FollowedSteps:
 
     def run(self, number: int) -> None:
         self._stages.run(*self._known[number])
+
+    def close(self) -> None:
+        self._stages.close()
