@@ -121,7 +121,7 @@ def chosen_profile(name: str, paths: Paths) -> Profile:
     return found
 
 
-_OF_ANY_MODEL = ("model.chat_template", "model.thinking")
+_OF_ANY_MODEL = ("model.chat_template", "model.thinking", "model.prompt_release")
 """Keys of [model] that say how to talk to it, rather than which one it is."""
 
 

@@ -23,6 +23,7 @@ __all__ = [
     "LoadedTokenizer",
     "RenderedPrompt",
     "ThinkingSplitter",
+    "effort_levels",
     "encode_text",
     "find_thinking_tags",
     "load_tokenizer",
@@ -63,6 +64,7 @@ _ROLES = ("system", "user", "assistant")
 _THINK_NAMES = ("enable_thinking", "thinking")
 """Template variables that published checkpoints use as the thinking switch."""
 _EFFORT_NAME = "reasoning_effort"
+_USUAL_LEVELS = ("low", "medium", "high")
 # What a template can raise while it is compiled or rendered: jinja's own errors, and Python's from its expressions.
 _TEMPLATE_ERRORS = (
     jinja2.TemplateError,
@@ -169,11 +171,7 @@ def _switches(source: str | None, think: bool | None, effort: str | None) -> dic
     switches: dict[str, Any] = {} if think is None else dict.fromkeys(_THINK_NAMES, think)
     if effort is None:
         return switches
-    try:
-        has_levels = source is not None and _EFFORT_NAME in _names_used(source)
-    except jinja2.TemplateError:
-        has_levels = False
-    if not has_levels:
+    if not _has_levels(source):
         raise UsageError(
             f"reasoning effort {effort} was asked for, but this model's chat template has no levels; leave it out"
         )
@@ -189,6 +187,19 @@ def template_kind(
     source, kind = _pick_template(tokenizer, chat_template)
     has_own = source is not None or model_type == deepseek_prompt.MODEL_TYPE
     return kind if has_own else "fallback"
+
+
+def effort_levels(
+    tokenizer: Any | None,
+    chat_template: str | None = None,
+    model_type: str | None = None,
+    release: deepseek_prompt.Release | None = None,
+) -> tuple[str, ...]:
+    """The levels of reasoning effort that chats can ask for; a template does not say which, and may know others."""
+    source = None if tokenizer is None else _pick_template(tokenizer, chat_template)[0]
+    if source is None and model_type == deepseek_prompt.MODEL_TYPE:
+        return () if release is None else tuple(deepseek_prompt.EFFORTS[release])
+    return _USUAL_LEVELS if _has_levels(source) else ()
 
 
 def encode_text(tokenizer: Any, text: str) -> tuple[int, ...]:
@@ -255,6 +266,13 @@ def _fallback(tokenizer: Any) -> tuple[str, str]:
         return DEEPSEEK_TEMPLATE, "DeepSeek's layout"
     start = tokenizer.bos_token if tokenizer.encode("", add_special_tokens=True)[:1] == [tokenizer.bos_token_id] else ""
     return f"{{{{- {start!r} -}}}}" + PLAIN_TEMPLATE, "plain 'User: ... Assistant:' lines"
+
+
+def _has_levels(source: str | None) -> bool:
+    try:
+        return source is not None and _EFFORT_NAME in _names_used(source)
+    except jinja2.TemplateError:
+        return False
 
 
 def _renderer(tokenizer: Any, source: str, switches: Mapping[str, Any]) -> _Render:

@@ -153,6 +153,7 @@ def describe(
         "kernels": {"linear": pair.target.config.linear_kernel, "step": "triton" if is_fused else "torch"},
         "graphs": graphs,
         "chat_template": text.template_source,
+        "reasoning_efforts": list(text.reasoning_efforts),
         "dummy_weights": spec.dummy_weights,
         "simulated": None if pair.simulated is None else describe_simulation(pair.simulated),
         "notices": [*_meaningless(spec, pair), *text.notices],

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sparkchat.chat import TemplateKind, encode_text, load_tokenizer, render_prompt, template_kind
+from sparkchat.chat import TemplateKind, effort_levels, encode_text, load_tokenizer, render_prompt, template_kind
 from sparkchat.deepseek_prompt import release_of
 from sparkchat.errors import UsageError
 from sparkchat.params import GenerateRequest, LoadSpec
@@ -43,6 +43,11 @@ class TextModel:
     @property
     def template_source(self) -> TemplateKind:
         return template_kind(self.tokenizer, self.chat_template, self.model_type)
+
+    @property
+    def reasoning_efforts(self) -> tuple[str, ...]:
+        """The levels that chats can ask for."""
+        return effort_levels(self.tokenizer, self.chat_template, self.model_type, self.prompt_release)
 
     def prompt_of(self, request: GenerateRequest) -> Prompt:
         """The exact ids of a request's prompt. Raises UsageError for options that its form cannot honour."""

@@ -119,6 +119,8 @@ class Conversation:
         self.system = config.system
         self.think = config.think
         self.reasoning_effort = config.reasoning_effort
+        self.efforts: tuple[str, ...] = ()
+        """The levels that the model knows, once it is loaded."""
         self.mode: Mode = config.spec.mode
         self.turns: list[Turn] = []
         self.every_turn: list[Turn] = []

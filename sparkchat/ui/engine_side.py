@@ -206,6 +206,7 @@ class EngineSide:
     def _on_ready(self, event: Event) -> None:
         self.info = event["info"]
         self.state, self.failure = "ready", None
+        self.conversation.efforts = tuple(self.info.get("reasoning_efforts") or ())
         for sentence in self.info.get("notices") or ():
             self._answers.note(sentence)
         if self.info.get("mode_fixed"):

@@ -12,7 +12,7 @@ import pytest
 from cli.conftest import Cli
 from fixtures.deepseek_v4 import v4_config, write_json
 from fixtures.deepseek_v4_script import ANSWER, MARKERS, THOUGHT, WORDS, write_script_v4
-from sparkchat.deepseek_prompt import ASSISTANT, BOS, END_THINK, THINK, USER
+from sparkchat.deepseek_prompt import ASSISTANT, BOS, EFFORTS, END_THINK, THINK, USER
 
 SMALL = ("--device", "cpu", "--context", "128", "--temperature", "0")
 
@@ -77,3 +77,33 @@ def test_made_up_weights_run_over_two_ranks(cli: Cli, tmp_path: Path) -> None:
     assert len(done.json["token_ids"]) == 6
     assert done.json["speculation"]["num_proposed_draft_tokens"] > 0
     assert "the weights are random" in done.err
+
+
+@pytest.mark.parametrize("profile, level", [("deepseek-v4-flash", "high"), ("deepseek-v4-flash-preview", "max")])
+def test_a_level_of_effort_is_the_publishers_text_of_that_release(
+    profile: str, level: str, cli: Cli, folder_of: Callable[[str], Path]
+) -> None:
+    """What the newer release calls high is what the older one called max."""
+    flags = ("--profile", profile, "--reasoning-effort", level, "--device", "cpu", "--temperature", "0", "--json")
+    folder = folder_of("mtp" if "preview" in profile else "dspark")
+    done = cli("run", folder, *flags, "--context", "1024", "--mode", "off", "Hi")
+    assert done.code == 0, done.err
+    first, *rest = prompt_ids("Hi", THINK)
+    spelt = [WORDS.get(char, _byte_id(char)) for char in EFFORTS["preview"]["max"]]
+    assert done.json["prompt_token_ids"] == [first, *spelt, *rest]
+    assert done.json["text"] == "".join(ANSWER)
+
+
+def test_levels_in_a_chat_and_where_there_are_none(cli: Cli, folder_of: Callable[[str], Path]) -> None:
+    flags = ("--plain", "--profile", "deepseek-v4-flash", "--device", "cpu", "--temperature", "0", "--context", "1024")
+    lines = ["/think high", "Hi", "/think off", "Hi", "/think medium", "/think auto", "/quit", ""]
+    done = cli("run", folder_of("dspark"), *flags, stdin="\n".join(lines))
+    assert done.code == 0, done.err
+    for words in ("thinking: on, effort high", "thinking: off\n", "give on, off, auto, low, high, max, show or hide"):
+        assert words in done.out, done.out
+    assert done.out.count("thinking ...") == 1 and done.out.count("".join(ANSWER)) == 2
+    assert "thinking: auto (the model's template decides)\n" in done.out
+    unknown = cli("run", folder_of("dspark"), "--reasoning-effort", "high", *SMALL, "Hi")
+    assert unknown.code == 2 and "does not say which release" in unknown.err and "--profile" in unknown.err
+    exact = cli("run", folder_of("dspark"), "--reasoning-effort", "high", *SMALL, "--prompt-ids", "5")
+    assert exact.code == 2 and "--reasoning-effort has no place with --prompt-ids" in exact.err
