@@ -1,8 +1,12 @@
 """Decode speed on one GPU in Qwen3-8B's shapes: plain steps and DSpark rounds against what reading the weights costs.
 
-    python3 benchmarks/gpu_decode.py --quick            # under 150 s on an H200
-    python3 benchmarks/gpu_decode.py --out FILE.json    # 10,000 steps in the memory row
-    python3 benchmarks/gpu_decode.py --quick --overlap  # kernels start while the one before them ends
+    python3 benchmarks/gpu_decode.py --quick --parts breakdown,alone          # where a round's time goes; a minute
+    python3 benchmarks/gpu_decode.py --quick --out FILE.json --commit ID      # all parts but memory and generate
+    python3 benchmarks/gpu_decode.py --parts memory,generate --out FILE.json  # 10,000 steps; transformers
+    python3 benchmarks/gpu_decode.py --quick --overlap small                  # small kernels start early; or "all"
+
+Every part is written to FILE.json as soon as it is there; parts that the file has of an earlier run are kept.
+benchmarks/with_peers.sh runs vLLM in the same minutes and puts both into one table.
 
 Weights are random and acceptance is simulated (sparkchat/simulation.py), so speeds are real and texts mean nothing.
 Floors are bytes over the read bandwidth that the same run measured. Needs torch, triton, transformers and safetensors.
@@ -13,16 +17,14 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import platform
 import random
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +34,14 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
+from gpu_report import table  # noqa: E402
+from gpu_state import Probe, breakdown, clocks  # noqa: E402
+from gpu_timing import machine  # noqa: E402
 
 from sparkchat.engine import engine as engine_module  # noqa: E402
 from sparkchat.engine.captured.build import build_decoder  # noqa: E402
 from sparkchat.engine.engine import Engine  # noqa: E402
+from sparkchat.kernels.launch import Overlap  # noqa: E402
 from sparkchat.params import GenerateRequest, LoadSpec, SamplingParams  # noqa: E402
 from sparkchat.simulation import BUILT_IN, SimulatedAcceptance, acceptance_of_length  # noqa: E402
 
@@ -43,6 +49,7 @@ SHAPES = ROOT / "sparkchat" / "shapes" / "qwen3-8b"
 BLOCK = 7
 PROMPT = 1024
 LENGTHS = (3.72, 5.52)
+CHAT = "chat"
 PLAIN_GB, ROUND_GB = 15.137, 19.1
 """Bytes that a plain step and a DSpark round read at the least: all weights but the embedding table; and the drafter's
 layers, its feature projection, the head a second time and the Markov head once for each draft."""
@@ -89,42 +96,53 @@ def opened(**settings: Any) -> Iterator[Engine]:
         torch.cuda.empty_cache()
 
 
-def requests(batch: int, mode: str, tokens: int, temperature: float = 0.0) -> list[GenerateRequest]:
+def requests(batch: int, mode: str, tokens: int, temperature: float = 0.0, top_p: float = 1.0) -> list[GenerateRequest]:
     numbers = random.Random(1)
     return [
         GenerateRequest(
             id=f"r{n}",
             prompt_ids=tuple(numbers.randrange(1000, 151000) for _ in range(PROMPT)),
             mode=mode,  # type: ignore[arg-type]
-            sampling=SamplingParams(max_tokens=tokens, ignore_eos=True, temperature=temperature),
+            sampling=SamplingParams(max_tokens=tokens, ignore_eos=True, temperature=temperature, top_p=top_p),
         )
         for n in range(batch)
     ]
 
 
-def measure(engine: Engine, batch: int, mode: str, steps: int, temperature: float = 0.0) -> dict[str, Any]:
+def measure(
+    engine: Engine, batch: int, mode: str, steps: int, temperature: float = 0.0, top_p: float = 1.0
+) -> dict[str, Any]:
     """Run ``steps`` full steps of ``batch`` requests behind their prompts, and say what one cost.
 
-    Tokens per second are wall time on the host: everything that a step takes, events and detokenising included.
+    Tokens per second are wall time on the host: everything that a step takes, events and detokenising included. The
+    card's clocks are asked for half way and at the end, while steps are in flight; memory is probed right behind.
     """
     room = engine.pair.context - PROMPT - 1
-    for request in requests(batch, mode, room, temperature):
+    for request in requests(batch, mode, room, temperature, top_p):
         engine.submit(request)
     while len(engine._scheduler.decoding) < batch:
         engine.step()
     for _ in range(6):
         engine.step()
     torch.cuda.synchronize()
-    records, tokens, began = [], 0, time.perf_counter()
-    for _ in range(steps):
+    collected = CollectorTimes()
+    gc.callbacks.append(collected)
+    records, tokens, began, states = [], 0, time.perf_counter(), []
+    for number in range(steps):
+        if number == steps // 2:
+            states.append(clocks())
         for event in engine.step():
             if event["event"] == "step":
                 records.append(event)
                 tokens += len(event["committed_ids"])
         if len(engine._scheduler.decoding) < batch:
             break
+    states.append(clocks())
     torch.cuda.synchronize()
     elapsed = time.perf_counter() - began
+    gc.callbacks.remove(collected)
+    walls = longest_waits(records[::batch])
+    probed = probe().run()
     for n in range(batch):
         engine.cancel(f"r{n}")
     engine.step()
@@ -145,7 +163,36 @@ def measure(engine: Engine, batch: int, mode: str, steps: int, temperature: floa
         "tokens_per_step": tokens / max(1, len(records)),
         "rows": statistics.mean(r["rows"] for r in records),
         "graphs": bool(alone[-1]["graph"]["replayed"]),
+        "longest_idle_ms": walls,
+        "longest_collections_ms": sorted(collected.times, reverse=True)[:5],
+        "state": {**states[0], **probed},
+        "state_at_end": states[-1],
     }
+
+
+class CollectorTimes:
+    """How long Python's collector held the host up, in milliseconds."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+        self._began = 0.0
+
+    def __call__(self, phase: str, details: dict[str, int]) -> None:
+        if phase == "start":
+            self._began = time.perf_counter()
+        else:
+            self.times.append((time.perf_counter() - self._began) * 1e3)
+
+
+def longest_waits(records: list[dict[str, Any]]) -> list[tuple[int, float, str]]:
+    """The five longest times the device stood idle before a step: the step's number, milliseconds, its graphs."""
+    waits = [(n, r["gpu_idle_ms"] or 0.0, r["graph"]["key"]) for n, r in enumerate(records)]
+    return sorted(waits, key=lambda wait: -wait[1])[:5]
+
+
+@cache
+def probe() -> Probe:
+    return Probe()
 
 
 def simulate(engine: Engine, profile: SimulatedAcceptance) -> None:
@@ -162,13 +209,13 @@ def alone(steps: int) -> list[dict[str, Any]]:
         rows.append({"row": "off, drafter loaded", **measure(engine, 1, "off", steps)})
         for length in LENGTHS:
             simulate(engine, acceptance_of_length(length, BLOCK))
-            rows.append({"row": f"DSpark {length}", **measure(engine, 1, "static", steps)})
+            rows.append({"row": f"DSpark {length}", "length": length, **measure(engine, 1, "static", steps)})
         rows.append({"row": "DSpark 5.52, temperature 1", **measure(engine, 1, "static", steps, 1.0)})
+        rows.append({"row": "DSpark 5.52, T 1 p .95", **measure(engine, 1, "static", steps, 1.0, top_p=0.95)})
         for name in ("chat", "code"):
             simulate(engine, SimulatedAcceptance(name, BUILT_IN[name]))
             for mode in ("static", "compact"):
                 rows.append({"row": f"{mode}, {name}", **measure(engine, 1, mode, steps)})
-        rows.append({"row": "memory", **memory_growth(engine, 2_000 if steps < 300 else 10_000)})
         rows.append({"row": "cost table", "table": engine.info["cost_table"]})
     return rows
 
@@ -182,12 +229,67 @@ def together(steps: int) -> list[dict[str, Any]]:
             rows.append({"row": "off", **measure(engine, batch, "off", steps)})
             for length in LENGTHS:
                 simulate(engine, acceptance_of_length(length, BLOCK))
-                rows.append({"row": f"DSpark {length}", **measure(engine, batch, "static", steps)})
-        simulate(engine, SimulatedAcceptance("chat", BUILT_IN["chat"]))
-        for mode in ("static", "compact"):
-            rows.append({"row": f"{mode}, chat", **measure(engine, 32, mode, steps)})
+                rows.append({"row": f"DSpark {length}", "length": length, **measure(engine, batch, "static", steps)})
+        simulate(engine, SimulatedAcceptance(CHAT, BUILT_IN[CHAT]))
+        for mode in ("static", "compact", "static", "compact"):
+            rows.append({"row": f"{mode}, chat", "length": chat_length(), **measure(engine, 32, mode, steps)})
         rows.append({"row": "cost table", "table": engine.info["cost_table"]})
     return rows
+
+
+def chat_length() -> float:
+    """Tokens a round of the chat profile at a fixed block, the token after the drafts included."""
+    alive, total = 1.0, 1.0
+    for chance in BUILT_IN[CHAT][:BLOCK]:
+        alive *= chance
+        total += alive
+    return round(total, 2)
+
+
+def launches(steps: int) -> list[dict[str, Any]]:
+    """What the device does in a plain step and in a round, launch by launch."""
+    rows = []
+    drafter = {"drafter_path": str(SHAPES / "drafter"), "simulate_acceptance": CHAT}
+    for name, settings, mode in (("off, no drafter", {}, "off"), ("DSpark, chat", drafter, "static")):
+        with opened(**settings) as engine:
+            for request in requests(1, mode, 600):
+                engine.submit(request)
+            while not engine._scheduler.decoding:
+                engine.step()
+            rows.append({"row": name, **breakdown(engine.step, steps), "state": clocks()})
+            engine.cancel("r0")
+            engine.step()
+    return rows
+
+
+def memory(steps: int) -> list[dict[str, Any]]:
+    """Whether anything is left behind, once every graph has been made."""
+    with opened(drafter_path=str(SHAPES / "drafter"), simulate_acceptance=CHAT) as engine:
+        return [{"row": "memory", **memory_growth(engine, steps)}]
+
+
+def generate(tokens: int) -> list[dict[str, Any]]:
+    """transformers' own ``generate`` in the same shapes, greedy, random weights."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(SHAPES)
+    with torch.device("cuda"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    prompt = torch.randint(1000, 151_000, (1, PROMPT), device="cuda")
+    times = {}
+    for count in (8, 8, tokens):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        model.generate(
+            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=count, min_new_tokens=count, do_sample=False
+        )
+        torch.cuda.synchronize()
+        times[count] = time.perf_counter() - began
+    each = (times[tokens] - times[8]) / (tokens - 8)
+    del model
+    gc.collect()
+    torch.cuda.empty_cache()
+    return [{"row": "transformers generate", "ms_per_token": each * 1e3, "tokens_per_second": 1 / each}]
 
 
 def contexts(steps: int, bandwidth: float) -> list[dict[str, Any]]:
@@ -270,105 +372,60 @@ def smollm(path: str, steps: int) -> list[dict[str, Any]]:
     return rows
 
 
-def judged(report: dict[str, Any]) -> list[tuple[str, str, str, bool | None]]:
-    """What was measured, its bar, and whether it is met."""
-    alone_rows = {r["row"]: r for r in report["alone"]}
-    found: list[tuple[str, str, str, bool | None]] = []
+class Report:
+    """The report, on disk after every part."""
 
-    def add(what: str, value: float, bar: float, at_least: bool, form: str = "{:.2f}") -> None:
-        sign = ">=" if at_least else "<="
-        met = value >= bar if at_least else value <= bar
-        found.append((what, form.format(value), f"{sign} {form.format(bar)}", met))
+    def __init__(self, out: Path | None, fresh: dict[str, Any]) -> None:
+        self._out = out
+        before = json.loads(out.read_text(encoding="utf-8")) if out is not None and out.exists() else {}
+        self.values: dict[str, Any] = {**before, **fresh}
 
-    off, dspark = alone_rows["off, no drafter"], alone_rows["DSpark 5.52"]
-    add("off step / floor, batch 1", off["gpu_ms_per_step"] / report["plain_floor_ms"], 1.30, False)
-    add("DSpark round / floor, batch 1", dspark["gpu_ms_per_step"] / report["round_floor_ms"], 1.40, False)
-    add("GPU idle between steps, off, %", 100 * off["idle_share"], 3.0, False)
-    add("GPU idle between steps, DSpark, %", 100 * dspark["idle_share"], 3.0, False)
-    growth = alone_rows["memory"]
-    add("memory growth, bytes", float(growth["allocated"] + growth["reserved"]), 0.0, False, "{:.0f}")
-    for row in report.get("together", []):
-        if row["row"] == "compact, chat" and row["batch"] == 32:
-            fixed = next(r for r in report["together"] if r["row"] == "static, chat")
-            ratio = row["tokens_per_second"] / fixed["tokens_per_second"]
-            found.append(("compact / our fixed 7, chat, batch 32", f"{ratio:.2f}", "", None))
-    for row in report.get("contexts", []):
-        if "added_kv_share_of_bandwidth" in row:
-            add("32k: added KV bytes, share of bandwidth", row["added_kv_share_of_bandwidth"], 0.60, True)
-    return found
+    def put(self, name: str, value: Any) -> None:
+        self.values[name] = value
+        if self._out is not None:
+            self._out.write_text(json.dumps(self.values, indent=1) + "\n", encoding="utf-8")
 
 
-def table(report: dict[str, Any]) -> str:
-    lines = [
-        "| row | batch | ms/step (GPU) | ms/step (wall) | tokens/s | tokens/step | idle % |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for row in (*report["alone"], *report.get("together", [])):
-        if "ms_per_step" in row:
-            lines.append(
-                f"| {row['row']} | {row['batch']} | {row['gpu_ms_per_step']:.3f} | {row['ms_per_step']:.3f} "
-                f"| {row['tokens_per_second']:.0f} | {row['tokens_per_step']:.2f} | {100 * row['idle_share']:.1f} |"
-            )
-    lines += ["", "| measured | value | bar | met |", "|---|---|---|---|"]
-    lines += [
-        f"| {what} | {value} | {bar} | {'' if met is None else 'yes' if met else 'NO'} |"
-        for what, value, bar, met in judged(report)
-    ]
-    return "\n".join(lines)
-
-
-def machine() -> dict[str, Any]:
-    commit = subprocess.run(
-        ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    )
-    return {
-        "device": torch.cuda.get_device_name(0),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "triton": triton.__version__,
-        "python": platform.python_version(),
-        "commit": commit.stdout.strip() or None,
-        "date": time.strftime("%Y-%m-%d", time.gmtime()),
-    }
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fewer steps: under 150 s on an H200")
+    parser.add_argument("--out", type=Path, help="write the JSON report here, part by part")
+    parser.add_argument("--parts", default="breakdown,alone,together,contexts", help="which parts to run, in order")
+    parser.add_argument("--overlap", choices=[which.value for which in Overlap], default=Overlap.NONE.value,
+                        help="which kernels start while the one before them ends")  # fmt: skip
+    parser.add_argument("--smollm", metavar="GGUF", help="also run SmolLM2-135M from this file")
+    parser.add_argument("--commit", help="what is measured, where the folder is no git checkout")
+    parser.add_argument("--memory-steps", type=int, default=10_000)
+    return parser.parse_args()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer steps: under 150 s on an H200")
-    parser.add_argument("--out", type=Path, help="write the JSON report here as well")
-    parser.add_argument("--parts", default="alone,together,contexts", help="which parts to run")
-    parser.add_argument("--overlap", action="store_true", help="kernels start while the one before them ends")
-    parser.add_argument("--smollm", metavar="GGUF", help="also run SmolLM2-135M from this file")
-    options = parser.parse_args()
-    if options.overlap:
-        engine_module.build_decoder = partial(build_decoder, overlaps=True)
+    options = parse_options()
+    engine_module.build_decoder = partial(build_decoder, overlaps=Overlap(options.overlap))
     began, steps = time.perf_counter(), 120 if options.quick else 400
     bandwidth = read_bandwidth()
-    report: dict[str, Any] = {
-        **machine(),
-        "overlap": options.overlap,
+    floors = {
         "read_tb_per_s": bandwidth,
         "plain_floor_ms": PLAIN_GB / bandwidth,
         "round_floor_ms": ROUND_GB / bandwidth,
     }
+    report = Report(options.out, {**machine(options.commit), "overlap": options.overlap, **floors})
     parts: dict[str, Callable[[], Any]] = {
+        "breakdown": lambda: launches(5),
         "alone": lambda: alone(steps),
         "together": lambda: together(steps // 2),
         "contexts": lambda: contexts(min(steps, 120), bandwidth),
+        "memory": lambda: memory(options.memory_steps),
+        "generate": lambda: generate(64),
+        "smollm": lambda: smollm(options.smollm, 256),
     }
-    for name in options.parts.split(","):
+    names = [*options.parts.split(","), *(["smollm"] if options.smollm else [])]
+    for name in dict.fromkeys(names):
         start = time.perf_counter()
-        report[name] = parts[name]()
+        report.put(name, parts[name]())
         print(f"# {name}: {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
-        for row in report[name]:
-            print(json.dumps(row), file=sys.stderr, flush=True)
-    if options.smollm:
-        report["smollm"] = smollm(options.smollm, 256)
-    report["seconds"] = time.perf_counter() - began
-    print(table(report) if "alone" in report else "")
-    print(json.dumps(report))
-    if options.out:
-        options.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    report.put("seconds", time.perf_counter() - began)
+    print(table(report.values))
 
 
 if __name__ == "__main__":
