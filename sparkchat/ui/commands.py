@@ -54,6 +54,7 @@ class ChatFront(Protocol):
         """Do what a key of the full screen does. Raises UsageError where there is no screen."""
         ...
 
+    def search_history(self, words: str) -> None: ...
     def restart_engine(self) -> None: ...
     def quit(self) -> None: ...
 
@@ -191,15 +192,20 @@ def _think(front: ChatFront, argument: str) -> None:
         front.show_thinking(argument == "show")
         return
     choices: dict[str, bool | None] = {"on": True, "off": False, "auto": None}
-    if argument and argument not in choices:
-        raise UsageError(f"/think {argument} is unknown; give on, off, auto, show or hide")
+    conversation, levels = front.conversation, front.conversation.efforts
+    if argument and argument not in (*choices, *levels):
+        raise UsageError(f"/think {argument} is unknown; give {', '.join((*choices, *levels))}, show or hide")
     when = ""
     if argument:
-        front.conversation.refuse_fixed("think", "/think")
-        front.conversation.think = choices[argument]
+        conversation.refuse_fixed("think", "/think")
+        if argument not in ("on", "off"):
+            conversation.refuse_fixed("reasoning_effort", f"/think {argument}")
+            conversation.reasoning_effort = argument if argument in levels else None
+        conversation.think = choices.get(argument, True)
         when = front.think_changed()
-    now = {True: "on", False: "off", None: "auto (the model's template decides)"}[front.conversation.think]
-    front.say(f"thinking: {now}{when}")
+    now = {True: "on", False: "off", None: "auto (the model's template decides)"}[conversation.think]
+    effort = conversation.reasoning_effort if conversation.think is not False else None
+    front.say(f"thinking: {now}{f', effort {effort}' if effort else ''}{when}")
 
 
 def _copy(front: ChatFront, argument: str) -> None:
@@ -269,6 +275,10 @@ def _chats(front: ChatFront, argument: str) -> None:
     front.list_chats(argument)
 
 
+def _history(front: ChatFront, argument: str) -> None:
+    front.search_history(argument)
+
+
 def _load(front: ChatFront, argument: str) -> None:
     front.load(argument)
 
@@ -294,7 +304,12 @@ COMMANDS: Sequence[Command] = (
         "set", "/set [OPTION [VALUE]]", "sampling options, from the next step on; or nohistory, verbose, quiet", _set
     ),
     Command("system", "/system [TEXT|none]", "system text for the next answers", _system),
-    Command("think", "/think [on|off|auto|show|hide]", "let the model think; show or hide what it thought", _think),
+    Command(
+        "think",
+        "/think [on|off|auto|LEVEL|show|hide]",
+        "let the model think, as much as a level says where it has levels; show or hide what it thought",
+        _think,
+    ),
     Command("new", "/new", "start a new chat", _no_argument(lambda front: front.new_chat(), "new"), ("clear",)),
     Command(
         "regen", "/regen", "answer the last question again", _no_argument(lambda front: front.regenerate(), "regen")
@@ -332,6 +347,8 @@ COMMANDS: Sequence[Command] = (
         _no_argument(lambda front: front.compare(), "compare"),
     ),
     Command("tokens", "/tokens", "token colours on or off", _on_screen("toggle_origins", "tokens")),
+    Command("stop", "/stop", "stop the answer", _on_screen("stop", "stop")),
+    Command("history", "/history [WORDS]", "the newest message that holds these words, to send it again", _history),
     Command("editor", "/editor", "write in $VISUAL or $EDITOR", _on_screen("editor", "editor")),
     Command(
         "inspect", "/inspect", "the steps of the last answer", _no_argument(lambda each: each.inspect(), "inspect")

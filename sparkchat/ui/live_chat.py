@@ -17,7 +17,7 @@ from sparkchat.ui.document import Section
 from sparkchat.ui.engine_side import Desk, EngineSide, View
 from sparkchat.ui.export import begin_trace_export
 from sparkchat.ui.recorded import REFUSAL
-from sparkchat.ui.safe_text import in_columns
+from sparkchat.ui.safe_text import in_columns, text_width
 from sparkchat.ui.stats import Snapshot, result_line
 
 __all__ = ["Desk", "LiveChat", "View"]
@@ -47,7 +47,15 @@ class LiveChat(EngineSide):
         try:
             action()
         except SparkchatError as error:
-            self._answers.note(error.message, "error")
+            self._tell(error.message, "error")
+
+    def _tell(self, text: str, style: str = "notice") -> None:
+        """Below an answer that grows a note would push it off the screen: a short one goes into the status bar then."""
+        is_growing = self.active is not None and self.active.has_started
+        if is_growing and "\n" not in text and text_width(text) < self._view.status.size.width:
+            self.flash(text)
+        else:
+            self._answers.note(text, style)
 
     def send(self, text: str) -> None:
         """A line from the prompt: a command or a question."""
@@ -179,7 +187,7 @@ class LiveChat(EngineSide):
     # commands.ChatFront
 
     def say(self, text: str) -> None:
-        self._answers.note(text)
+        self._tell(text)
 
     def help_rows(self) -> list[tuple[str, str]]:
         """(keys or command, what it does), an empty row between the two kinds."""
@@ -216,6 +224,11 @@ class LiveChat(EngineSide):
 
     def on_screen(self, action: str) -> None:
         self._desk.act(action)
+
+    def search_history(self, words: str) -> None:
+        if words:
+            self._desk.edit(words)
+        self._desk.act("search_history")
 
     def inspect(self) -> None:
         self._desk.show_steps()

@@ -143,6 +143,7 @@ class Repl:
         info = answerer.load(self._loading.show)
         self._loading.clear()
         self._answerer = answerer
+        self.conversation.efforts = tuple(info.get("reasoning_efforts") or ())
         if info.get("mode_fixed"):
             self.conversation.mode = info["mode"]
             self._loading.note(info["mode_fixed"])
@@ -336,6 +337,10 @@ class Repl:
 
     def on_screen(self, action: str) -> None:
         raise UsageError("that needs the full screen; run without --plain in a terminal")
+
+    def search_history(self, words: str) -> None:
+        found = [line for line in self._reader.history.entries if words.lower() in line.lower()][-MOST_SHOWN:]
+        self.say("\n".join(found) if found else "nothing in the history" + (" holds that" if words else ""))
 
     def inspect(self) -> None:
         raise UsageError("the step inspector needs the full screen; --trace FILE records every step")

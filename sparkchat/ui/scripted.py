@@ -81,6 +81,7 @@ class _Running:
     event: Event | None = None
     delivered: list[int] = field(default_factory=list)
     text: str = ""
+    thinking: str = ""
     steps: list[Event] = field(default_factory=list)
 
 
@@ -289,6 +290,8 @@ class ScriptedEngine:
         running.delivered += ids
         if run[0][1] == "answer":
             running.text += text
+        else:
+            running.thinking += text
         return {
             "event": "delta",
             "id": running.request.id,
@@ -390,10 +393,7 @@ class ScriptedEngine:
                 "num_accepted_draft_tokens": sum(accepted),
                 "mean_acceptance_length": committed / len(steps) if steps else None,
                 "acceptance_histogram": histogram,
-                "proposed_at_pos": [],
-                "verified_at_pos": [],
-                "accepted_at_pos": [],
-                "verify_len_histogram": [],
+                **_by_position(steps, self.options.block_size),
                 "reason_off": self.options.reason_off,
             },
             "timing": {
@@ -403,7 +403,7 @@ class ScriptedEngine:
                 "tokens_per_second": self.options.tokens_per_second if committed else None,
             },
         }
-        return {"result": result, "thinking": ""}
+        return {"result": result, "thinking": running.thinking}
 
     def _info(self) -> dict[str, Any]:
         table = {"id": "scripted", "source": "profile", "rows": [1, 2, 6], "step_ms": [6.0, 7.0, 9.0], "plain_ms": 6.0}
@@ -432,3 +432,19 @@ class ScriptedEngine:
             "chat_template": "checkpoint",
             "notices": [],
         }
+
+
+def _by_position(steps: list[Event], size: int) -> dict[str, list[int]]:
+    """Counts of a result by the place of a draft in its block."""
+    proposed = [len(step["draft_ids"]) for step in steps]
+    verified = [step["verify_len"] for step in steps]
+    accepted = [step["correct_drafts"] for step in steps]
+    found = {
+        name: [sum(count > place for count in counts) for place in range(size)]
+        for name, counts in (
+            ("proposed_at_pos", proposed),
+            ("verified_at_pos", verified),
+            ("accepted_at_pos", accepted),
+        )
+    }
+    return {**found, "verify_len_histogram": [verified.count(n) for n in range(size + 1)]}

@@ -110,7 +110,9 @@ class PtyProgram:
 
     def ended(self, seconds: float = 60.0) -> int:
         self.until(lambda: self.process.poll() is not None, seconds)
-        self.read(0.1)
+        # All that it wrote, also when this process was held up meanwhile.
+        while select.select([self.master], [], [], 0.1)[0]:
+            self.read(0.1)
         return self.process.returncode
 
     def hang_up(self) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 from textual.events import Paste
 
 from sparkchat.ui.safe_text import text_width
@@ -97,3 +98,25 @@ async def test_keys_can_be_given_other_places(chat: Open, own_folders: Path) -> 
         rows = c.app.key_rows()
         assert ("f7", "next verify mode, also during an answer") in rows
         assert ("no key", "copy the last code block") in rows and "copy.code has no key any more" in c.said
+
+
+@pytest.mark.parametrize(
+    ("keys", "written"),
+    [
+        ("ab\x7fc", "ac"),
+        ("abc\x1b[D\x1b[DX", "aXbc"),
+        ("abc\x15xyz", "xyz"),
+        ("a b\x17c", "a c"),
+        ("ab\x01X\x05Y", "XabY"),
+    ],
+)
+async def test_keys_that_come_in_a_bunch_keep_their_order(chat: Open, keys: str, written: str) -> None:
+    """Parsed as one chunk from the terminal, as a slow line delivers them."""
+    from textual._xterm_parser import XTermParser
+
+    async with chat() as c:
+        await c.ready()
+        for message in XTermParser().feed(keys):
+            message.set_sender(c.app)
+            c.app._driver.send_message(message)
+        await c.until(lambda: c.app.prompt.value == written)

@@ -78,7 +78,22 @@ class Prompt(TextArea):
             self._search = None
         if event.is_printable:
             self.past.stop_browsing()
+        elif await self._do_at_once(event.key):
+            event.stop()
+            event.prevent_default()
+            return
         await super()._on_key(event)
+
+    async def _do_at_once(self, key: str) -> bool:
+        """Run what a key of the prompt's own does.
+
+        Left to the library it would wait behind the letters that came with it, and ctrl+u would delete what was typed
+        after it, when keys come in a bunch: over a slow line, or to a busy machine.
+        """
+        for binding in self._bindings.key_to_bindings.get(key, ()):
+            if not binding.priority and await self.app.run_action(binding.action, self):
+                return True
+        return False
 
     async def _on_paste(self, event: events.Paste) -> None:
         event.stop()
