@@ -26,6 +26,8 @@ _DOUBT = 16.0
 """Blocks, in units of p (1 - p), that speak for no shift."""
 _COST_DOUBT = 8.0
 """Steps that speak for what the neighbours show, and those for the table."""
+_SPREAD = 16.0
+"""Square of the drafts over which a slope is believed as readily as a level."""
 _REBUILD = 32
 """Steps between two refined tables: making one takes longer than planning a step."""
 
@@ -102,8 +104,8 @@ class _Ratio:
 class RefinedCosts:
     """The measured table, each entry times what steps of so many rows took against it.
 
-    An entry that no step has met goes with the others of as many requests. A table of the profile's stays as the user
-    wrote it.
+    An entry that no step has met lies on a line through those of as many requests that were. A table of the profile's
+    stays as the user wrote it.
     """
 
     table: CostLookup
@@ -142,8 +144,8 @@ class RefinedCosts:
             self.now = self._rebuilt()
 
     def factor(self, requests: int) -> float:
-        """By how much steps of so many requests are slower than the table says, over all rows."""
-        return math.exp(self._common(self._place(requests)))
+        """By how much steps of so many requests that verify nothing are slower than the table says."""
+        return math.exp(_clamped(self._line(self._place(requests))[0], math.log(MOST_FACTOR)))
 
     def _rebuilt(self) -> CostLookup:
         batches = [self._refined(place, batch) for place, batch in enumerate(self._batches)]
@@ -155,12 +157,13 @@ class RefinedCosts:
         return CostLookup(replace(before, step_ms=one.step_ms, plain_ms=one.plain_ms, source="refined"))
 
     def _refined(self, place: int, batch: BatchCosts) -> BatchCosts:
-        common = self._common(place)
+        level, slope = self._line(place)
 
         def factor(entry: int | None) -> float:
             ratio = self._ratios.get((place, entry), _Ratio())
             ratio.fade(self._clock[place])
-            mean = (ratio.total + _COST_DOUBT * common) / (ratio.weight + _COST_DOUBT)
+            on_line = level + slope * self._drafts(place, entry)
+            mean = (ratio.total + _COST_DOUBT * on_line) / (ratio.weight + _COST_DOUBT)
             return math.exp(_clamped(mean, math.log(MOST_FACTOR)))
 
         step_ms = tuple(ms * factor(entry) for entry, ms in enumerate(batch.step_ms))
@@ -168,10 +171,24 @@ class RefinedCosts:
             batch, step_ms=step_ms, plain_ms=None if batch.plain_ms is None else batch.plain_ms * factor(None)
         )
 
-    def _common(self, place: int) -> float:
-        """Of a number of requests that was never seen, that of all."""
-        seen = [r for (p, _), r in self._ratios.items() if p == place] or list(self._ratios.values())
-        return sum(r.total for r in seen) / (sum(r.weight for r in seen) + _COST_DOUBT)
+    def _line(self, place: int) -> tuple[float, float]:
+        """(level, slope) of the logarithms over verified drafts of a request, pulled towards none.
+
+        Of a number of requests that was never seen: of all that were.
+        """
+        seen = [(key, r) for key, r in self._ratios.items() if key[0] == place] or list(self._ratios.items())
+        weight = drafts = squares = total = products = 0.0
+        for key, ratio in seen:
+            x = self._drafts(*key)
+            weight, drafts, squares = weight + ratio.weight, drafts + ratio.weight * x, squares + ratio.weight * x * x
+            total, products = total + ratio.total, products + ratio.total * x
+        weight, squares = weight + _COST_DOUBT, squares + _COST_DOUBT * _SPREAD
+        whole = weight * squares - drafts * drafts
+        return (total * squares - products * drafts) / whole, (weight * products - drafts * total) / whole
+
+    def _drafts(self, place: int, entry: int | None) -> float:
+        batch = self._batches[place]
+        return 0.0 if entry is None else max(0.0, batch.rows[entry] / batch.requests - 1.0)
 
     def _place(self, requests: int) -> int:
         counts = [batch.requests for batch in self._batches]

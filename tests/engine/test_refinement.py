@@ -152,6 +152,16 @@ def test_rows_and_requests_that_no_step_met_go_with_the_others() -> None:
     assert costs.now.at(1).plain_ms == pytest.approx(9.0, rel=0.03)
 
 
+def test_lengths_that_no_plan_chose_lie_on_the_line_of_the_others() -> None:
+    table = measured()
+    costs = RefinedCosts(table)
+    for n in range(600):
+        costs.observe(1, 1 + n % 2, 0, (10.0, 11.0 * 1.25)[n % 2])
+    now = costs.now.at(1)
+    assert now.step_ms(1) == pytest.approx(10.0, rel=0.03)
+    assert 13.0 * 1.4 < now.step_ms(4) <= 13.0 * MOST_FACTOR
+
+
 def test_costs_have_bounds_and_one_slow_step_says_little() -> None:
     table = measured()
     costs = RefinedCosts(table)
