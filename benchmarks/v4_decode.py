@@ -32,6 +32,8 @@ import torch  # noqa: E402
 import v4_shapes  # noqa: E402
 import v4_table  # noqa: E402
 
+from sparkchat.engine import engine as engine_module  # noqa: E402
+from sparkchat.engine.captured.build import build_decoder  # noqa: E402
 from sparkchat.engine.engine import Engine  # noqa: E402
 from sparkchat.models.base import ForwardBatch  # noqa: E402
 from sparkchat.params import CostTable, GenerateRequest, LoadSpec, SamplingParams  # noqa: E402
@@ -61,6 +63,7 @@ class Bench:
         self.report: dict[str, Any] = {
             **v4_shapes.machine(options.commit),
             "gpus": options.gpus,
+            "overlap": options.overlap,
             "tiny": options.tiny,
             "context": self.context,
             "block": self.block,
@@ -336,6 +339,9 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", type=int, default=1, help="GPUs that share the model (processes, with --tiny)")
     parser.add_argument("--parts", default=",".join(PARTS), help="which parts to run, in this order")
+    parser.add_argument(
+        "--overlap", choices=("none", "small", "all"), help="which kernels start early; else the default"
+    )
     parser.add_argument("--quick", action="store_true", help="60 steps a row instead of 200")
     parser.add_argument("--commit", help="what was measured; asked of git where it is not given")
     parser.add_argument("--out", type=Path, help="write the report here, again after every row")
@@ -352,6 +358,10 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     chosen = options.parts.split(",")
     if unknown := [name for name in chosen if name not in parts]:
         parser.error(f"there is no part {', '.join(unknown)}; choose from {', '.join(PARTS)}")
+    if options.overlap:
+        from sparkchat.kernels.launch import Overlap
+
+        engine_module.build_decoder = partial(build_decoder, overlaps=Overlap(options.overlap))
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(options, Path(folder))
         for name in chosen:

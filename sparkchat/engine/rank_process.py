@@ -86,7 +86,7 @@ class Follower:
         cache, draft_cache = (None if n is None else self._caches[n] for n in command["caches"])
         parts: Any = {"target": self._target, "cache": cache, "drafter": self._drafter, "draft_cache": draft_cache}
         step = open_step(LoadedPair(device=self._device, **parts), StepShape(**command["shape"]))
-        self._steps = FollowedSteps(step, own_stages(self._device))
+        self._steps = FollowedSteps(step, own_stages(self._device, command["overlaps"]))
 
     def _prepare_stage(self, command: Command) -> None:
         assert self._steps is not None

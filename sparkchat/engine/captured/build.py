@@ -21,6 +21,7 @@ from sparkchat.engine.captured.tiers import row_tiers
 from sparkchat.engine.pair import LoadedPair
 from sparkchat.engine.request import RequestState
 from sparkchat.models.deepseek_v4.model import DeepseekV4
+from sparkchat.models.deepseek_v4.packed import has_kernels
 from sparkchat.models.parallel import ALONE
 
 if TYPE_CHECKING:
@@ -87,7 +88,8 @@ def build_decoder(
     if pair.team is not None:
         caches: tuple[Any, Any] = (pair.cache, pair.draft_cache)
         numbers = [None if cache is None else cache.number for cache in caches]
-        pair.team.call("open_steps", caches=numbers, shape=asdict(shape))
+        early = overlaps if isinstance(overlaps, bool) else overlaps.value
+        pair.team.call("open_steps", caches=numbers, shape=asdict(shape), overlaps=early)
     stages = stages or own_stages(pair.device, overlaps)
     if pair.team is not None:
         stages = SharedStages(stages, pair.team)
@@ -147,6 +149,7 @@ def _kind_of(pair: LoadedPair, shape: StepShape) -> type[CapturedStep]:
     if not shape.is_fused:
         return CapturedStep
     if isinstance(pair.target, DeepseekV4):
+        _fuse_layers(pair, shape)
         return HeadStep if can_fuse_heads(pair) else CapturedStep
     if not shape.insists and not can_fuse(pair):
         return CapturedStep
@@ -154,6 +157,16 @@ def _kind_of(pair: LoadedPair, shape: StepShape) -> type[CapturedStep]:
     if pair.drafter is not None:
         pair.drafter.fuse(pair.draft_cache, shape.block * shape.seats, shape.block)
     return FusedStep
+
+
+def _fuse_layers(pair: LoadedPair, shape: StepShape) -> None:
+    """Have the layers of DeepSeek V4 run by the kernels where those take its numbers."""
+    target: Any = pair.target
+    if not has_kernels(target.device, target.kv_dtype):
+        return
+    target.fuse(pair.cache, row_tiers(shape.block, shape.seats)[-1], shape.block + 1)
+    if pair.drafter is not None:
+        pair.drafter.fuse(pair.draft_cache, shape.block * shape.seats, shape.block)
 
 
 def _spare(cache: Any) -> int:

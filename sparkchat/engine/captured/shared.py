@@ -26,6 +26,7 @@ from sparkchat.engine.pair import LoadedPair
 
 if TYPE_CHECKING:
     from sparkchat.engine.ranks import Team
+    from sparkchat.kernels.launch import Overlap
 
 Command = dict[str, Any]
 
@@ -44,9 +45,15 @@ def own_part(pair: LoadedPair) -> LoadedPair:
     )
 
 
-def own_stages(device: torch.device, overlaps: Any = False) -> Stages:
-    """Captured on a GPU, run as they are elsewhere."""
-    return GraphStages(device, overlaps) if device.type == "cuda" else EagerStages()
+def own_stages(device: torch.device, overlaps: Overlap | bool | str = False) -> Stages:
+    """Captured on a GPU, run as they are elsewhere. ``overlaps``: as of ``build_decoder``, or what it is called."""
+    if device.type != "cuda":
+        return EagerStages()
+    if isinstance(overlaps, str):
+        from sparkchat.kernels.launch import Overlap
+
+        overlaps = Overlap(overlaps)
+    return GraphStages(device, overlaps)
 
 
 class SharedStages:
