@@ -69,6 +69,16 @@ def test_rows_that_see_few_and_many(device: torch.device) -> None:
     assert (chosen[:3] == -1).all() and (chosen[3:6] >= 0).all() and (chosen[6:8] == -1).all()
 
 
+def test_copies_behind_the_last_request(device: torch.device) -> None:
+    rows, batch = make([(0, 100, 3)], device)
+    _, want = choose(rows, batch, SHAPE)
+    index = torch.tensor([0, 1, 2, 2, 2], device=device)
+    named = {name: getattr(rows, name)[index] for name in ("positions", "rows", "ends")}
+    batch |= {name: batch[name][index] for name in ("q", "weights")}
+    _, got = choose(replace(rows, **named), batch, SHAPE)
+    assert torch.equal(got, want[index])
+
+
 def test_partial_sums_and_a_larger_context(device: torch.device) -> None:
     rows, batch = make([(0, 200, 3)], device)
     _, want = choose(rows, batch, SHAPE)

@@ -52,7 +52,7 @@ def choose_entries(
     """chosen [N, k] int32: the entries with the highest scores, of equal ones the earliest, in increasing order.
 
     Row n scores entry w by the sum over heads of relu(q . key) times the head's weight. Rows that see no more than k
-    entries look at all of them and are left alone, as rows behind starts[R] are.
+    entries look at all of them and are left alone. Rows behind starts[R] are copies of the row before them.
 
     q [N, H*c] as projected, or partial sums [P, N, H*c] float32: turned here, and where there is a ``rotation``
     [c, c] float32 multiplied by it and rounded to 4 bits. weights [N, H] float32 or half, as projected: the factor that

@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sparkchat.kernels.indexer.reference import index_queries
 from sparkchat.kernels.launch import check_flat, launch, power_of_two, wait
-from sparkchat.kernels.small_floats import round_e2m1
 
 if TYPE_CHECKING:
     from sparkchat.kernels.indexer import IndexShape
@@ -39,42 +39,40 @@ HALF_TILE, EXACT_TILE = Tile(128, 4, 2), Tile(64, 4, 1)
 
 @triton.jit
 def _index_queries(
-    q_ptr, rope_ptr, rotation_ptr, row, position, part_stride, row_stride,
+    q_ptr, rope_ptr, row, position, part_stride, row_stride,
     HEADS: tl.constexpr, TILE: tl.constexpr, SIZE: tl.constexpr, ROPE: tl.constexpr, PARTS: tl.constexpr,
-    ROTATES: tl.constexpr, INDEX_BLOCK: tl.constexpr,
+    TURNS: tl.constexpr,
 ):  # fmt: skip
-    # A row's queries [TILE, SIZE] float32, turned and rounded.
+    # A row's queries [TILE, SIZE] float32, turned.
     head = tl.arange(0, TILE)
     dim = tl.arange(0, SIZE)
     inside = (head < HEADS)[:, None]
-    angle = dim - (SIZE - ROPE)
-    is_turned = (angle >= 0)[None, :]
     base = q_ptr + row * row_stride + head[:, None] * SIZE
     q = tl.load(base + dim[None, :], mask=inside, other=0.0).to(tl.float32)
-    # Of a pair's other dimension.
-    other = tl.load(base + (dim ^ 1)[None, :], mask=inside & is_turned, other=0.0).to(tl.float32)
     for part in tl.static_range(1, PARTS):
         q += tl.load(base + part * part_stride + dim[None, :], mask=inside, other=0.0)
-        other += tl.load(base + part * part_stride + (dim ^ 1)[None, :], mask=inside & is_turned, other=0.0)
-    at = rope_ptr + position * ROPE + (angle // 2) * 2
-    cos = tl.load(at, mask=angle >= 0, other=1.0)
-    sin = tl.load(at + 1, mask=angle >= 0, other=0.0)
-    sin = tl.where(angle % 2 == 0, -sin, sin)
-    q = q * cos[None, :] + other * sin[None, :]
-    if ROTATES:
-        rotation = tl.load(rotation_ptr + dim[:, None] * SIZE + dim[None, :])
-        blocks = tl.reshape(tl.dot(q, rotation, input_precision="ieee"), (TILE, SIZE // INDEX_BLOCK, INDEX_BLOCK))
-        q = tl.reshape(round_e2m1(blocks, tl.max(tl.abs(blocks), axis=2)[:, :, None]), (TILE, SIZE))
+    if TURNS:
+        angle = dim - (SIZE - ROPE)
+        is_turned = inside & (angle >= 0)[None, :]
+        # Of a pair's other dimension.
+        other = tl.load(base + (dim ^ 1)[None, :], mask=is_turned, other=0.0).to(tl.float32)
+        for part in tl.static_range(1, PARTS):
+            other += tl.load(base + part * part_stride + (dim ^ 1)[None, :], mask=is_turned, other=0.0)
+        at = rope_ptr + position * ROPE + (angle // 2) * 2
+        cos = tl.load(at, mask=angle >= 0, other=1.0)
+        sin = tl.load(at + 1, mask=angle >= 0, other=0.0)
+        sin = tl.where(angle % 2 == 0, -sin, sin)
+        q = q * cos[None, :] + other * sin[None, :]
     return q
 
 
 @triton.jit
 def _score_entries(
-    q_ptr, weights_ptr, keys_ptr, positions_ptr, rows_ptr, starts_ptr, rope_ptr, rotation_ptr, scores_ptr,
+    q_ptr, weights_ptr, keys_ptr, positions_ptr, rows_ptr, starts_ptr, rope_ptr, scores_ptr,
     part_stride, row_stride, weights_stride, keys_stride, slot_stride, scores_stride,
     HEADS: tl.constexpr, TILE: tl.constexpr, SIZE: tl.constexpr, ROPE: tl.constexpr, PARTS: tl.constexpr,
-    RATIO: tl.constexpr, TOPK: tl.constexpr, BLOCK: tl.constexpr, ROTATES: tl.constexpr, INDEX_BLOCK: tl.constexpr,
-    EXACT: tl.constexpr, PDL: tl.constexpr,
+    RATIO: tl.constexpr, TOPK: tl.constexpr, BLOCK: tl.constexpr, TURNS: tl.constexpr, EXACT: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     request = tl.program_id(0)
     first_entry = tl.program_id(1) * BLOCK
@@ -94,8 +92,7 @@ def _score_entries(
             for row in range(first, stop):
                 position = tl.load(positions_ptr + row).to(tl.int32)
                 q = _index_queries(
-                    q_ptr, rope_ptr, rotation_ptr, row, position, part_stride, row_stride, HEADS, TILE, SIZE, ROPE,
-                    PARTS, ROTATES, INDEX_BLOCK,
+                    q_ptr, rope_ptr, row, position, part_stride, row_stride, HEADS, TILE, SIZE, ROPE, PARTS, TURNS,
                 )  # fmt: skip
                 q = q.to(keys.dtype)
                 if EXACT:
@@ -148,8 +145,10 @@ def _choose_entries(
     row = tl.program_id(0).to(tl.int64)
     wait(PDL)
     seen = (tl.load(positions_ptr + row).to(tl.int32) + 1) // RATIO
-    if (row < tl.load(starts_ptr + num_requests)) & (seen > TOPK):
-        scores_ptr += row * scores_stride
+    if seen > TOPK:
+        # Rows behind the last request are copies of its last row, which alone has scores.
+        scored = tl.minimum(row, tl.maximum(tl.load(starts_ptr + num_requests) - 1, 0))
+        scores_ptr += scored * scores_stride
         chosen_ptr += row * chosen_stride
         held = _ordered(scores_ptr, tl.arange(0, BLOCK), seen)
         # The highest number that TOPK scores reach, from its highest bits down.
@@ -202,19 +201,20 @@ def launch_choose_entries(
     tile = tile or (EXACT_TILE if is_exact else HALF_TILE)
     entries = context // shape.ratio
     requests = starts.shape[0] - 1
-    from sparkchat.kernels.compressor.reference import INDEX_BLOCK
-
+    if rotation is not None:
+        # Only where the published roundings are simulated: not worth a kernel.
+        q = index_queries(q, positions, rope, shape, rotation).flatten(1)
     launch(
         _score_entries, (requests, -(-entries // tile.entries)),
-        q, weights, keys, positions, rows, starts, rope, rope if rotation is None else rotation, scores,
+        q, weights, keys, positions, rows, starts, rope, scores,
         q.stride(0) if q.dim() == 3 else 0, q.stride(-2), weights.stride(0), keys.stride(0), keys.stride(1),
         scores.stride(0),
         HEADS=shape.heads, TILE=max(16, power_of_two(shape.heads)), SIZE=shape.size, ROPE=shape.rope_dim,
         PARTS=1 if q.dim() == 2 else q.shape[0], RATIO=shape.ratio, TOPK=shape.topk, BLOCK=tile.entries,
-        ROTATES=rotation is not None, INDEX_BLOCK=min(INDEX_BLOCK, shape.size), EXACT=is_exact,
+        TURNS=rotation is None, EXACT=is_exact,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
-    block = min(most_held, power_of_two(entries))
+    block = power_of_two(entries) if entries <= most_held else most_held // 2
     launch(
         _choose_entries, (positions.shape[0],),
         scores, positions, starts, chosen, requests, scores.stride(0), chosen.stride(0),

@@ -37,7 +37,8 @@ def choose_entries_reference(
 ) -> None:
     """See ``choose_entries``."""
     queries = index_queries(q, positions, rope, shape, rotation).to(keys.dtype).float()
-    for n in range(int(starts[-1])):
+    total = int(starts[-1])
+    for n in range(total):
         seen = (int(positions[n]) + 1) // shape.ratio
         if seen <= shape.topk:
             continue
@@ -46,3 +47,4 @@ def choose_entries_reference(
         # A stable order leaves equal scores as they lie.
         order = scores[n, :seen].argsort(descending=True, stable=True)[: shape.topk]
         chosen[n, : shape.topk] = order.sort().values.int()
+    chosen[total:] = chosen[max(total - 1, 0)]

@@ -5,14 +5,21 @@ Shapes: N rows, d hidden size, H heads, c head dimension, G output groups.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from sparkchat.kernels.compressor import PoolShape, compress_rows
+from sparkchat.kernels.indexer import choose_entries
+from sparkchat.kernels.latent_attention import latent_attention, write_latents
 from sparkchat.models.deepseek_v4.compressor import Compressor
 from sparkchat.models.deepseek_v4.config import SPARSE_RATIO, WINDOW_ONLY, DeepseekV4Config
 from sparkchat.models.deepseek_v4.indexer import Indexer
+from sparkchat.models.deepseek_v4.pooling import PoolProducts
 from sparkchat.models.deepseek_v4.rope import Rotations
 from sparkchat.models.deepseek_v4.rounding import LATENT_BLOCK, round_e4m3
+from sparkchat.models.deepseek_v4.row_pass import RowPass
 from sparkchat.models.deepseek_v4.scope import Scope
 from sparkchat.models.deepseek_v4.sight import Sight
 
@@ -34,7 +41,7 @@ class LatentAttention:
         self._output = scope.linear("wo_b", has_fp8_input=True)
         self._sinks = scope.tensor("attn_sink")
         """[H]"""
-        self._compressor = self._indexer = None
+        self._compressor = self._indexer = self._pooling = None
         if ratio != WINDOW_ONLY:
             self._compressor = Compressor(scope.within("compressor"), config, ratio, config.head_dim)
         if ratio == SPARSE_RATIO:
@@ -43,6 +50,97 @@ class LatentAttention:
     @property
     def kernel(self) -> str:
         return self._to_low_rank.kernel
+
+    def by_kernels(self, x: Tensor, layer: int, rows: RowPass) -> Tensor:
+        """As the call, by ``sparkchat.kernels``: x [N, d] -> this rank's part of the output [N, d]."""
+        ratio, room = self._ratio, rows.room
+        where, rope = (rows.positions, rows.rows), room.ropes[ratio]
+        cache, shape = rows.store(ratio).latents.data[rows.index_of(layer)], room.shapes[ratio]
+        low_rank = torch.empty((x.shape[0], self._low_rank_norm.weight.shape[0]), dtype=self._dtype, device=x.device)
+        write_latents(
+            self._latents(x),
+            self._latent_norm.weight,
+            *where,
+            rope,
+            cache,
+            shape,
+            low_rank=self._to_low_rank(x),
+            low_rank_norm=self._low_rank_norm.weight,
+            out=low_rank,
+        )
+        chosen = self._compress_rows(x, low_rank, layer, rows)
+        heads = torch.empty((x.shape[0], self._sinks.shape[0], self._size), dtype=self._dtype, device=x.device)
+        latent_attention(
+            self._queries(low_rank),
+            cache,
+            rows.rows,
+            rows.positions,
+            rows.first_seen,
+            rows.ends,
+            rope,
+            self._sinks,
+            heads,
+            room.latents,
+            shape,
+            context=room.context,
+            chosen=chosen,
+        )
+        return self._output(self._inner(heads))
+
+    def _compress_rows(self, x: Tensor, low_rank: Tensor, layer: int, rows: RowPass) -> Tensor | None:
+        """Keep the rows' state, write entries that close, and choose among them: [N, k] where there may be more."""
+        if self._compressor is None:
+            return None
+        store, index, room = rows.store(self._ratio), rows.index_of(layer), rows.room
+        assert store.raw is not None
+        if self._pooling is None:
+            self._pooling = PoolProducts.of(self._compressor, self._indexer)
+        products = self._pooling(x)
+        kind: dict[str, Any] = {"has_roundings": self._has_roundings}
+        entries = store.latents.data[index]
+        pools = [self._compressor.pool(*products.main, store.raw.data[index], entries, store.first_entry, **kind)]
+        if self._indexer is not None:
+            assert store.index_raw is not None and store.index_keys is not None and products.index is not None
+            kind = {"is_index": True, "rotation": self._indexer.rotation}
+            keys = store.index_keys.data[index]
+            raw = store.index_raw.data[index]
+            pools.append(self._indexer.compressor.pool(*products.index, raw, keys, 0, **kind))
+        rope = room.ropes[self._ratio]
+        shape = PoolShape(self._ratio, self._indexer is not None, room.shapes[self._ratio].rope_dim, self._eps)
+        compress_rows(pools, rows.positions, rows.rows, rows.starts, rows.span_starts, rope, shape)
+        if self._indexer is None or room.scores is None or room.chosen is None:
+            return None
+        assert products.weights is not None
+        choose_entries(
+            self._indexer.projections[0](low_rank),
+            products.weights,
+            keys,
+            rows.positions,
+            rows.rows,
+            rows.starts,
+            rope,
+            room.scores,
+            room.chosen,
+            self._indexer.shape,
+            context=room.context,
+            most_per_request=room.most_per_request,
+            rotation=self._indexer.rotation,
+        )
+        return room.chosen[: x.shape[0]]
+
+    def store_by_kernels(self, x: Tensor, layer: int, rows: RowPass) -> None:
+        """Keep the latents of x [N, d] alone, as a drafter does for the features of its context."""
+        ratio, room = self._ratio, rows.room
+        cache = rows.store(ratio).latents.data[rows.index_of(layer)]
+        write_latents(
+            self._latents(x),
+            self._latent_norm.weight,
+            rows.positions,
+            rows.rows,
+            room.ropes[ratio],
+            cache,
+            room.shapes[ratio],
+        )
 
     def __call__(self, x: Tensor, layer: int, sight: Sight) -> Tensor:
         """x [N, d] -> [N, d], after keeping the rows' state at their positions."""
@@ -87,6 +185,10 @@ class LatentAttention:
 
     def _project(self, heads: Tensor) -> Tensor:
         """heads [N, H, c] -> [N, d]: each group of heads to a vector of its own, all of those to the output."""
+        return self._group.sum(self._output(self._inner(heads)))
+
+    def _inner(self, heads: Tensor) -> Tensor:
+        """heads [N, H, c] -> [N, G * o_lora_rank]"""
         groups = heads.flatten(1).chunk(len(self._groups), dim=-1)
         inner = [project(part.contiguous()) for project, part in zip(self._groups, groups, strict=True)]
-        return self._group.sum(self._output(torch.cat(inner, dim=-1)))
+        return torch.cat(inner, dim=-1)

@@ -6,13 +6,17 @@ its own. Shapes: N rows, d hidden size, c width of an entry, W entries that clos
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from sparkchat.kernels.compressor import Pool
 from sparkchat.models.deepseek_v4.cache import GrowingRows
 from sparkchat.models.deepseek_v4.config import SPARSE_RATIO, DeepseekV4Config
 from sparkchat.models.deepseek_v4.scope import Scope
 from sparkchat.models.deepseek_v4.sight import Sight
+from sparkchat.models.linear import Linear
 
 
 class Compressor:
@@ -44,6 +48,15 @@ class Compressor:
         pooled = self._pool(tokens, closing.is_absent)
         # Rounded as activations are, before the norm.
         return closing.rotations.turn(self._norm(pooled.to(self._dtype).float(), torch.float32))
+
+    def pool(self, kv: Tensor, scores: Tensor, raw: Tensor, entries: Tensor, first_slot: int, **kind: Any) -> Pool:
+        """This compressor as ``kernels.compressor`` takes it; ``kind`` names what is rounded, and how."""
+        return Pool(kv, scores, self._bias, self._norm.weight, raw, entries, first_slot, **kind)
+
+    @property
+    def projections(self) -> tuple[Linear, Linear]:
+        """Of values and of scores, before their bias."""
+        return self._kv, self._scores
 
     def _pool(self, tokens: Tensor, is_absent: Tensor) -> Tensor:
         """tokens [W, tokens, 2 * halves * c] with values before scores, is_absent [W, tokens] -> [W, c]"""

@@ -20,8 +20,10 @@ from sparkchat.models.attention import Span, open_spans
 from sparkchat.models.base import ForwardBatch
 from sparkchat.models.deepseek_v4.cache import SINK_SLOTS, StateCache
 from sparkchat.models.deepseek_v4.config import WINDOW_ONLY, DeepseekV4Config
+from sparkchat.models.deepseek_v4.fused import FusedStack
 from sparkchat.models.deepseek_v4.hyper import HyperHead
 from sparkchat.models.deepseek_v4.model import DeepseekV4
+from sparkchat.models.deepseek_v4.row_pass import RowPass
 from sparkchat.models.deepseek_v4.row_sight import RowSight
 from sparkchat.models.deepseek_v4.scope import Scope
 from sparkchat.models.deepseek_v4.sight import Sight
@@ -98,6 +100,7 @@ class DsparkDrafter:
         num_stages = len(keys.target_layer_ids)
         first, last = scope.within("0"), scope.within(str(num_stages - 1))
         self._target, self._num_stages = target, num_stages
+        self._fused: FusedStack | None = None
         self._project = first.linear("main_proj", has_fp8_input=True)
         self._project_norm = first.norm("main_norm", config.rms_eps)
         self._stack = Stack(scope, config, (WINDOW_ONLY,) * num_stages)
@@ -157,6 +160,14 @@ class DsparkDrafter:
         w2 = self._group.join(self._markov_part.T.contiguous()).T.contiguous()
         return BlockWeights(self._target.head, self._markov.embedding, w2, self._confidence.parameters)
 
+    def fuse(self, cache: ContextCache, most_rows: int, most_per_request: int) -> None:
+        """Run ``draft_rows`` and ``store_rows`` over this filled cache by the kernels of ``sparkchat.kernels``.
+
+        ``most_rows`` of blocks; as many context rows as there are may be stored.
+        """
+        room = self._target.row_room(cache, most_rows, most_per_request)
+        self._fused = FusedStack(self._stack, self._streams_head, self._norm, room, self._group)
+
     def prepare(self, end: int) -> None:
         """Positions of ``store_rows`` and ``draft_rows`` will lie below ``end``."""
         self._target.prepare(end)
@@ -165,6 +176,11 @@ class DsparkDrafter:
     def store_rows(self, features: Tensor, rows: RowBatch, cache: ContextCache) -> None:
         """As ``extend_context``, asking the host nothing; the cache is filled and keeps no count."""
         x = self._project_norm(self._project(features.to(self._project.dtype)).float(), self._project.dtype)
+        if self._fused is not None and self._fused.room.cache is cache:
+            taken = RowPass.of(self._fused.room, rows)
+            for stage, layer in enumerate(self._stack.layers):
+                layer.attention.store_by_kernels(x, stage, taken)
+            return
         rotations = self._target.ropes.at(WINDOW_ONLY, rows.positions)
         store = cache.stores[WINDOW_ONLY]
         slots = SINK_SLOTS + rows.positions % store.ring
@@ -176,6 +192,9 @@ class DsparkDrafter:
     def draft_rows(self, rows: RowBatch, cache: ContextCache) -> Tensor:
         """As ``backbone``, asking the host nothing: blocks of one width, seen up to ``rows.ends``."""
         assert rows.starts is not None
+        if self._fused is not None and self._fused.room.cache is cache:
+            taken = RowPass.of(self._fused.room, rows, is_block=True)
+            return self._fused.run(self._target.streams(rows.token_ids), rows.token_ids, taken)[0]
         width = rows.positions.shape[0] // (rows.starts.shape[0] - 1)
         sight = RowSight(cache, rows, self._target.ropes, self._target.num_heads, block=width)
         streams = self._stack.run(self._target.streams(rows.token_ids), rows.token_ids, sight)

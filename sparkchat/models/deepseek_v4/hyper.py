@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sparkchat.kernels.hyper import StreamWeights
 from sparkchat.models.deepseek_v4.activation import sigmoid
 from sparkchat.models.deepseek_v4.config import DeepseekV4Config
 from sparkchat.models.deepseek_v4.scope import Scope
@@ -37,8 +38,9 @@ class _StreamWeights:
 
     def __init__(self, scope: Scope, name: str, config: DeepseekV4Config) -> None:
         # The norm follows the product, so that the product runs on what is there already.
-        weight = scope.tensor(f"{name}_fn")
-        self._fn = make_linear(weight, None, device=scope.device, dtype=torch.float32)
+        self.weight = scope.tensor(f"{name}_fn")
+        """[Q, S*d] float32"""
+        self._fn = make_linear(self.weight, None, device=scope.device, dtype=torch.float32)
         self._eps = config.rms_eps
 
     def __call__(self, streams: Tensor) -> Tensor:
@@ -62,6 +64,12 @@ class HyperConnection:
         self._sizes = [streams, streams, streams * streams]
         self._scale = scale.repeat_interleave(torch.tensor(self._sizes, device=scale.device))
         self._streams, self._iterations, self._eps = streams, config.hc_sinkhorn_iters, config.hc_eps
+        self._rms_eps = config.rms_eps
+
+    def kernel_weights(self) -> StreamWeights:
+        """What ``kernels.hyper`` reads, in the same memory."""
+        numbers = (self._weights.weight, self._base, self._scale, self._streams, self._rms_eps, self._eps)
+        return StreamWeights(*numbers, iterations=self._iterations)
 
     def read(self, streams: Tensor) -> tuple[Tensor, StreamMix]:
         """streams [N, S, d] -> the sub-block's input [N, d] in their dtype, and how to merge its output."""
@@ -87,7 +95,13 @@ class HyperHead:
     def __init__(self, scope: Scope, config: DeepseekV4Config) -> None:
         self._weights = _StreamWeights(scope, "hc_head", config)
         self._base, self._scale = scope.tensor("hc_head_base"), scope.tensor("hc_head_scale")
-        self._eps = config.hc_eps
+        self._eps, self._rms_eps = config.hc_eps, config.rms_eps
+
+    def kernel_weights(self) -> StreamWeights:
+        """As those of a connection; a head only reads."""
+        count = self._base.shape[0]
+        scale = self._scale.expand(count).contiguous()
+        return StreamWeights(self._weights.weight, self._base, scale, count, self._rms_eps, self._eps)
 
     def __call__(self, streams: Tensor) -> Tensor:
         """streams [N, S, d] -> [N, d] in their dtype"""

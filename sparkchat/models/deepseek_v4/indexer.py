@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sparkchat.errors import UsageError
+from sparkchat.kernels.indexer import IndexShape
 from sparkchat.models.deepseek_v4.compressor import Compressor
 from sparkchat.models.deepseek_v4.config import SPARSE_RATIO, DeepseekV4Config
 from sparkchat.models.deepseek_v4.rounding import INDEX_BLOCK, hadamard, round_e2m1
@@ -28,6 +29,18 @@ class Indexer:
         self._weights = scope.linear("weights_proj")
         self._compressor = Compressor(scope.within("compressor"), config, SPARSE_RATIO, self._size)
         self._rotation = _rotation(scope, self._size)
+        self.rotation = hadamard(self._size, scope.device) if scope.has_roundings else None
+        """[c, c] float32 that queries and keys are multiplied by before they are rounded"""
+        self.shape = IndexShape(self._heads, self._size, config.rope_dim, SPARSE_RATIO, self._topk)
+
+    @property
+    def compressor(self) -> Compressor:
+        return self._compressor
+
+    @property
+    def projections(self) -> tuple[Linear, Linear]:
+        """Of queries, and of the weights of their heads."""
+        return self._queries, self._weights
 
     def __call__(self, x: Tensor, low_rank: Tensor, layer: int, sight: Sight) -> Tensor | None:
         """x [N, d], low_rank [N, q_lora_rank] the normed inner vector of the queries.

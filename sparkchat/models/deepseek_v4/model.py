@@ -15,8 +15,10 @@ from sparkchat.models.attention import open_spans
 from sparkchat.models.base import ForwardBatch
 from sparkchat.models.deepseek_v4.cache import StateCache
 from sparkchat.models.deepseek_v4.config import DeepseekV4Config
+from sparkchat.models.deepseek_v4.fused import FusedStack
 from sparkchat.models.deepseek_v4.hyper import HyperHead
 from sparkchat.models.deepseek_v4.rope import Ropes
+from sparkchat.models.deepseek_v4.row_pass import RowPass, RowRoom
 from sparkchat.models.deepseek_v4.row_sight import RowSight, repeat_last
 from sparkchat.models.deepseek_v4.scope import Scope, TensorReader
 from sparkchat.models.deepseek_v4.sight import Sight
@@ -47,7 +49,8 @@ class DeepseekV4:
         ``group``: the ranks that share the model; ``reader`` gives this one's parts, and all ranks make the same calls.
         """
         self.device, self._dtype = device, dtype
-        self.is_packed, self.group = is_packed, group
+        self.is_packed, self.group, self.has_roundings = is_packed, group, has_roundings
+        self._fused: FusedStack | None = None
         # What the published model caches is bf16; float32 keeps rows independent of each other on the CPU.
         self.kv_dtype = torch.float32 if device.type == "cpu" else dtype
         scope = Scope(reader, device, dtype, has_roundings=has_roundings, is_packed=is_packed, group=group)
@@ -101,7 +104,36 @@ class DeepseekV4:
         Positions must be below what ``prepare`` was given, and the cache filled.
         """
         rows = repeat_last(rows)
+        if self._fused is not None and self._fused.room.cache is cache:
+            return self._run_fused(self._fused, rows, tap_layers)
         return self._run(rows.token_ids, RowSight(cache, rows, self.ropes, self.num_heads), tap_layers)
+
+    def fuse(self, cache: StateCache, most_rows: int, most_per_request: int) -> None:
+        """Run ``decode_rows`` over this filled cache by the kernels of ``sparkchat.kernels`` from now on."""
+        room = self.row_room(cache, most_rows, most_per_request)
+        self._fused = FusedStack(self.stack, self._streams_head, self._norm, room, self.group)
+
+    def row_room(self, cache: StateCache, most_rows: int, most_per_request: int) -> RowRoom:
+        """Room for passes over this cache, or over that of a drafter of this model."""
+        return RowRoom(
+            cache,
+            self.config,
+            self.ropes,
+            num_heads=self.num_heads,
+            most_rows=most_rows,
+            most_per_request=most_per_request,
+            has_roundings=self.has_roundings,
+        )
+
+    def _run_fused(
+        self, fused: FusedStack, rows: RowBatch, tap_layers: tuple[int, ...]
+    ) -> tuple[Tensor, Tensor | None]:
+        last = self.config.num_layers
+        means = [layer for layer in tap_layers if layer != last]
+        streams = self.streams(rows.token_ids)
+        _, hidden, streams, taps = fused.run(streams, rows.token_ids, RowPass.of(fused.room, rows), means)
+        taps[last] = streams.flatten(1)
+        return hidden, torch.cat([taps[layer] for layer in tap_layers], dim=-1) if tap_layers else None
 
     def prepare(self, end: int) -> None:
         """Positions of ``decode_rows`` will lie below ``end``."""

@@ -46,6 +46,7 @@ class Ropes:
     """Both tables of a model."""
 
     def __init__(self, config: DeepseekV4Config, device: torch.device) -> None:
+        self._device = device
         self._plain = RopeTable(config.rope, config.rope_dim, device)
         self._compressed = RopeTable(config.compress_rope, config.rope_dim, device)
 
@@ -61,6 +62,13 @@ class Ropes:
     def at(self, ratio: int, positions: Tensor) -> Rotations:
         """As ``rows``, for positions that ``prepare`` has reached."""
         return _rotations(self._table(ratio).at(positions))
+
+    def flat(self, ratio: int, end: int) -> Tensor:
+        """[end, rope_dim] float32: cosine and sine of every pair side by side, of all positions below ``end``."""
+        table = self._table(ratio)
+        table.prepare(end)
+        turns = table.at(torch.arange(end, device=self._device))
+        return torch.view_as_real(turns).flatten(1).contiguous()
 
     def _table(self, ratio: int) -> RopeTable:
         return self._plain if ratio == WINDOW_ONLY else self._compressed

@@ -6,12 +6,14 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
+from sparkchat.kernels.hyper import StreamWeights
 from sparkchat.models.deepseek_v4.attention import LatentAttention
 from sparkchat.models.deepseek_v4.config import DeepseekV4Config
 from sparkchat.models.deepseek_v4.experts import ExpertMixture
 from sparkchat.models.deepseek_v4.hyper import HyperConnection, StreamMix
 from sparkchat.models.deepseek_v4.scope import Scope
 from sparkchat.models.deepseek_v4.sight import Sight
+from sparkchat.models.layers import RMSNorm
 
 
 class Layer:
@@ -34,6 +36,19 @@ class Layer:
         output = self._experts(self._experts_norm(x.float(), x.dtype), token_ids, sight.asks_host)
         return mix.merge(output, streams)
 
+    @property
+    def experts(self) -> ExpertMixture:
+        return self._experts
+
+    @property
+    def norms(self) -> tuple[RMSNorm, RMSNorm]:
+        """Before the attention and before the experts."""
+        return self._attention_norm, self._experts_norm
+
+    def stream_weights(self) -> tuple[StreamWeights, StreamWeights]:
+        """Of the connections before the attention and before the experts, as ``kernels.hyper`` reads them."""
+        return self._attention_streams.kernel_weights(), self._experts_streams.kernel_weights()
+
     def attention_input(self, streams: Tensor) -> tuple[Tensor, StreamMix]:
         """streams [N, S, d] -> what the attention reads of them [N, d], and how its output is merged."""
         x, mix = self._attention_streams.read(streams)
@@ -49,6 +64,13 @@ class Stack:
             Layer(scope.within(str(index)), config, ratio, is_hashed=index < num_hashed)
             for index, ratio in enumerate(ratios)
         ]
+
+    @classmethod
+    def of(cls, layers: list[Layer]) -> Stack:
+        """Layers that are there already."""
+        stack = object.__new__(cls)
+        stack.layers = layers
+        return stack
 
     def run(
         self,

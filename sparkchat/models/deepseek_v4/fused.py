@@ -1,0 +1,80 @@
+"""Decoder layers of DeepSeek V4 by ``sparkchat.kernels``, for rows that lie on the device.
+
+A sub-block leaves its output in parts (those of all ranks, or of all experts of a row), and the launch that merges it
+into the streams adds them up, makes what the next sub-block reads of the streams, and norms it.
+
+Shapes: N rows, S streams, d hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from sparkchat.kernels.hyper import PartList, StreamWeights, connect_streams
+from sparkchat.models.deepseek_v4.hyper import HyperHead
+from sparkchat.models.deepseek_v4.row_pass import RowPass, RowRoom
+from sparkchat.models.deepseek_v4.stack import Stack
+from sparkchat.models.layers import RMSNorm
+from sparkchat.models.parallel import Group
+
+
+class FusedStack:
+    """A ``Stack`` and the head behind it, over one filled cache."""
+
+    def __init__(self, stack: Stack, head: HyperHead, norm: RMSNorm, room: RowRoom, group: Group) -> None:
+        self.room, self._stack, self._norm, self._group = room, stack, norm, group
+        self._streams = [layer.stream_weights() for layer in stack.layers]
+        """Of the attention and of the experts of every layer"""
+        self._head = head.kernel_weights()
+
+    def run(
+        self, streams: Tensor, token_ids: Tensor, rows: RowPass, taps: Sequence[int] = ()
+    ) -> tuple[Tensor, Tensor, Tensor, dict[int, Tensor]]:
+        """streams [N, S, d], consumed -> what the head reads of them [N, d], the same normed in float32, the streams
+        behind the last layer, and the means of the streams behind the layers ``taps`` [N, d] float32."""
+        count, size, width = streams.shape
+        mix = torch.empty((count, size + size * size), device=streams.device)
+        normed = torch.empty((count, width), dtype=streams.dtype, device=streams.device)
+        spare, output = torch.empty_like(streams), None
+        means = {layer: torch.empty((count, width), device=streams.device) for layer in taps}
+
+        def read(weights: StreamWeights, norm: RMSNorm, tapped: int, out: Tensor, taken: Tensor | None = None) -> None:
+            nonlocal streams, spare
+            connect_streams(
+                streams,
+                weights,
+                self.room.streams,
+                output=output,
+                mix=mix,
+                merged=None if output is None else spare,
+                next_mix=None if weights.is_head else mix,
+                norm=norm.weight,
+                norm_eps=norm.eps,
+                out=out,
+                taken=taken,
+                tap=means.get(tapped),
+            )
+            if output is not None:
+                streams, spare = spare, streams
+
+        for index, (layer, weights) in enumerate(zip(self._stack.layers, self._streams, strict=True)):
+            before_attention, before_experts = layer.norms
+            read(weights[0], before_attention, index - 1, normed)
+            output = self._parts(layer.attention.by_kernels(normed, index, rows))
+            # The streams between the two sub-blocks of a layer are nobody's tap.
+            read(weights[1], before_experts, -2, normed)
+            output = self._parts(layer.experts.own_part(normed, token_ids, self._group.size == 1))
+        taken = torch.empty_like(normed)
+        hidden = torch.empty((count, width), device=streams.device)
+        read(self._head, self._norm, len(self._stack.layers) - 1, hidden, taken)
+        return taken, hidden, streams, means
+
+    def _parts(self, part: Tensor) -> Tensor | PartList:
+        """Of all ranks: part [N, d], or where there is one rank [P, N, d]."""
+        if self._group.size == 1:
+            return part
+        parts = self._group.parts(part)
+        return PartList(tuple(parts), self._group.addresses(parts))
