@@ -96,6 +96,23 @@ def test_steps_of_kernels_give_the_same_tokens(
         assert runner.ids(lines) == loop.ids(lines), sampling
 
 
+@pytest.mark.parametrize("kind", ["tiny", "mtp"])
+def test_layers_of_kernels_give_the_same_tokens(
+    kind: str, build_once: Callable[..., Any], pairs: Pairs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the same drafts, which all of the drafter's state goes into. As on a GPU, by torch references."""
+    folder, (loop, _) = build_once(f"v4-captured-{kind}", WRITERS[kind]), pairs(kind)
+    monkeypatch.setattr(engine_module, "build_decoder", partial(engine_module.build_decoder, is_fused=True))
+    monkeypatch.setattr("sparkchat.engine.captured.build.has_kernels", lambda device, dtype: True)
+    runner = open_one(folder, folder, True)
+    assert runner.engine.pair.drafter._fused is not None  # type: ignore[union-attr]
+    found, expected = (r.watch(lines_of("static", "greedy", tokens=12)[:2]) for r in (runner, loop))
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.ids == theirs.ids
+        drafts, wanted = ([step["draft_ids"] for step in outcome.steps[:-1]] for outcome in (ours, theirs))
+        assert drafts == wanted and any(drafts)
+
+
 def test_a_conversation_goes_on_between_prompts_and_captured_steps(pairs: Pairs) -> None:
     loop, captured = pairs("half")
     text = random_prompts(2, 60, seed=5)[1]
@@ -122,12 +139,16 @@ def test_a_step_asks_the_host_nothing(kind: str, pairs: Pairs, monkeypatch: pyte
     # On the CPU alone the largest of a row is found by other means.
     monkeypatch.setattr("sparkchat.engine.sampling.argmax_ids", lambda logits: logits.argmax(dim=-1))
     _, captured = pairs(kind)
-    step = captured.engine._captured._step  # type: ignore[union-attr]
-    for draws in Draws:
-        with asking_nothing():
-            step.draft(2, draws)
-            for rows, shares in ((1, False), (7, True)):
-                step.verify(rows, draws, shares)
+    decoder = captured.engine._captured
+    assert decoder is not None
+    step = decoder._step
+    with torch.inference_mode():
+        decoder._hold_nobody()
+        for draws in Draws:
+            with asking_nothing():
+                step.draft(2, draws)
+                for rows, shares in ((1, False), (7, True)):
+                    step.verify(rows, draws, shares)
 
 
 def test_the_guard_finds_what_asks_the_host(pairs: Pairs) -> None:

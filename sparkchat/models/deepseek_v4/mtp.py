@@ -24,12 +24,14 @@ from sparkchat.models.base import ForwardBatch
 from sparkchat.models.deepseek_v4.cache import SINK_SLOTS, GrowingRows
 from sparkchat.models.deepseek_v4.config import WINDOW_ONLY, DeepseekV4Config
 from sparkchat.models.deepseek_v4.drafter import SPARE_POSITIONS, BlockConfig, ContextCache, newest_rows
+from sparkchat.models.deepseek_v4.fused import FusedStack
 from sparkchat.models.deepseek_v4.hyper import HyperHead
 from sparkchat.models.deepseek_v4.model import DeepseekV4
+from sparkchat.models.deepseek_v4.row_pass import RowPass
 from sparkchat.models.deepseek_v4.row_sight import RowSight
 from sparkchat.models.deepseek_v4.scope import Scope
 from sparkchat.models.deepseek_v4.sight import Sight
-from sparkchat.models.deepseek_v4.stack import Layer
+from sparkchat.models.deepseek_v4.stack import Layer, Stack
 from sparkchat.models.rows import RowBatch
 
 MOST_DRAFTS = 3
@@ -113,6 +115,8 @@ class MtpRowState:
     """[R]"""
     streams: Tensor
     """[R, S, d]"""
+    hidden: Tensor | None = None
+    """[R, d] what the head reads of the streams behind the block; None before its first run."""
     is_first: bool = True
 
     def one_further(self) -> MtpRowState:
@@ -135,6 +139,7 @@ class MtpDrafter:
         self._layer = Layer(block, config, WINDOW_ONLY, is_hashed=False)
         self._streams_head, self._norm = HyperHead(block, config), block.norm("norm", config.rms_eps)
         self._latest: MtpState | MtpRowState | None = None
+        self._fused: FusedStack | None = None
         self.config = BlockConfig(
             block_size=MOST_DRAFTS,
             mask_token_id=0,
@@ -236,9 +241,18 @@ class MtpDrafter:
         owners, positions = rows.cache_rows[firsts], (rows.positions[firsts] - 1).clamp(min=0)
         streams = cache.streams[owners, positions % cache.ring].unflatten(-1, (self._target.config.hc_mult, -1))
         state = self._row_step(MtpRowState(cache, owners, positions, streams), rows.token_ids[firsts])
-        self._latest = state
-        hidden = self._streams_head(state.streams)
+        self._latest, hidden = state, state.hidden
+        assert hidden is not None
         return hidden.new_zeros((rows.positions.shape[0], hidden.shape[1])).index_copy_(0, firsts, hidden)
+
+    def fuse(self, cache: StreamCache, most_rows: int, most_per_request: int) -> None:
+        """Run the block of ``draft_rows`` over this filled cache by the kernels of ``sparkchat.kernels``.
+
+        As of ``DsparkDrafter``; the block itself has one row of a request.
+        """
+        room = self._target.row_room(cache, most_rows, most_per_request)
+        one = Stack.of([self._layer])
+        self._fused = FusedStack(one, self._streams_head, self._norm, room, self._target.group)
 
     def prepare(self, end: int) -> None:
         """Positions of ``store_rows`` and ``draft_rows`` will lie below ``end``."""
@@ -259,14 +273,23 @@ class MtpDrafter:
 
     def _row_step(self, state: MtpRowState, token_ids: Tensor) -> MtpRowState:
         """As ``_step``, asking the host nothing."""
-        rows = RowBatch(token_ids, state.positions, state.cache_rows, state.positions + 1)
+        starts = torch.arange(token_ids.shape[0] + 1, dtype=torch.int32, device=token_ids.device)
+        rows = RowBatch(token_ids, state.positions, state.cache_rows, state.positions + 1, starts)
+        if self._fused is not None and self._fused.room.cache is state.cache:
+            before, seen = self._read(state.streams, token_ids), RowPass.of(self._fused.room, rows)
+            hidden, _, streams, _ = self._fused.run(before, token_ids, seen)
+            return replace(state, streams=streams, hidden=hidden)
         sight = RowSight(state.cache, rows, self._target.ropes, self._target.num_heads)
-        return replace(state, streams=self._block(state.streams, token_ids, sight))
+        streams = self._block(state.streams, token_ids, sight)
+        return replace(state, streams=streams, hidden=self._streams_head(streams))
 
     def _block(self, streams: Tensor, token_ids: Tensor, sight: Sight) -> Tensor:
         """streams [R, S, d] of positions, token_ids [R] that follow them -> the block's streams."""
-        streams = self._input(self._target.embedding(token_ids), streams.flatten(1))
-        return self._layer(streams, token_ids, 0, sight)
+        return self._layer(self._read(streams, token_ids), token_ids, 0, sight)
+
+    def _read(self, streams: Tensor, token_ids: Tensor) -> Tensor:
+        """What the block reads: streams [R, S, d], token_ids [R] -> [R, S, d]."""
+        return self._input(self._target.embedding(token_ids), streams.flatten(1))
 
     @torch.inference_mode()
     def base_logits(self, hidden: Tensor) -> Tensor:
@@ -293,6 +316,7 @@ class MtpDrafter:
         following = state.one_further()
         if isinstance(following, MtpRowState):
             following = self._row_step(following, previous_ids)
-        else:
-            following = self._step(following, previous_ids)
+            assert following.hidden is not None
+            return self.base_logits(following.hidden), following
+        following = self._step(following, previous_ids)
         return self.base_logits(self._streams_head(following.streams)), following
