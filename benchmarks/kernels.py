@@ -97,26 +97,44 @@ def product_case(make: Maker, name: str, n: int, k: int, epilogue: str, rows: in
     return Case(f"{name} {rows} rows", 2 * n * k, count, variants, lambda i: _drop(F.linear(x, weights[i])))
 
 
+FP8_TILES = ((64, 3, 4), (64, 4, 4), (64, 5, 4), (64, 6, 4), (128, 3, 4), (128, 4, 4), (128, 5, 4), (128, 4, 8))
+"""Outputs, stages, warps: what is on its way to a multiprocessor is outputs x 128 x (stages - 1) for each program."""
+
+
+def fp8_plans(weight: Tensor, epilogue: str) -> Iterator[tuple[str, Plan]]:
+    """The plan in use; it with the card's conversion; others, also with other parts of k, whose sums differ."""
+    used, k = plan_of(weight, epilogue), weight.shape[1]
+    yield f"used {used.block_out} split {used.splits} stages {used.stages} warps {used.warps}", used
+    yield "used, the card's conversion", replace(used, widens=False)
+    for block_out, stages, warps in FP8_TILES:
+        for splits in (used.splits, 2, 8) if epilogue == "partials" else (1,):
+            part = triton.cdiv(triton.cdiv(k, 128), splits) * 128
+            name = f"{block_out} split {splits} stages {stages} warps {warps}"
+            yield name, Plan(block_out, 128, splits, part, stages, warps)
+            if epilogue == "partials" and splits == used.splits:
+                yield f"{name} bulk", Plan(block_out, 128, splits, part, stages, warps, is_bulk=True)
+
+
 def fp8_cases(make: Maker) -> Iterator[Case]:
     for name, n, k, epilogue in PRODUCTS[:4]:
-        count, rows = make.sets(n * k), 8
+        count = make.sets(n * k)
         weights = [torch.empty(n, k, dtype=torch.float8_e4m3fn, device=make.device) for _ in range(count)]
         for weight in weights if make.is_real else ():
             weight.copy_(make.half(n, k, scale=1.0))
-        scales, x = make.floats(-(-n // 128), -(-k // 128)), make.half(rows, k, scale=1.0)
-        outs = torch.empty(8, rows, n, device=make.device)
-        up = torch.empty(rows, n // 2, dtype=HALF, device=make.device)
-        used = plan_of(weights[0], epilogue)
-        variants: dict[str, Run] = {}
-        for block_out, stages, warps in ((64, 3, 4), (64, 4, 4), (64, 5, 4), (64, 3, 8), (128, 4, 8)):
-            plan = replace(used, block_out=block_out, stages=stages, warps=warps)
-            out = up if epilogue == "silu_mul" else outs[: plan.splits]
-            variants[f"{block_out}x128 split {plan.splits} stages {stages} warps {warps}"] = (
-                lambda i, plan=plan, out=out, weights=weights, scales=scales, x=x, epilogue=epilogue: launch_small_gemm(
-                    x, weights[i], out, scales, None, epilogue, plan
-                )
-            )
-        yield Case(f"{name} fp8 {rows} rows", n * k, count, variants)
+        scales = make.floats(-(-n // 128), -(-k // 128))
+        for rows in (1, 8, 64):
+            x, outs = make.half(rows, k, scale=1.0), torch.empty(8, rows, n, device=make.device)
+            up = torch.empty(rows, n // 2, dtype=HALF, device=make.device)
+
+            def run(i: int, plan: Plan, given=(x, weights, scales, outs, up, epilogue)) -> None:
+                x, weights, scales, outs, up, epilogue = given
+                out = up if epilogue == "silu_mul" else outs[: plan.splits]
+                launch_small_gemm(x, weights[i], out, scales, None, epilogue, plan)
+
+            chosen = dict(fp8_plans(weights[0], epilogue))
+            if rows != 8:
+                chosen = dict(list(chosen.items())[:1])
+            yield Case(f"{name} fp8 {rows} rows", n * k, count, {c: partial(run, plan=p) for c, p in chosen.items()})
 
 
 # Attention, norm, rope
@@ -224,26 +242,35 @@ def sampling_cases(make: Maker) -> Iterator[Case]:
     w1, w2 = make.half(VOCAB, RANK), make.half(VOCAB, RANK)
     for requests, names in ((1, tuple(LAWS)), (8, ("greedy",)), (32, ("T .7 k 20 p .8",))):
         base = logits_of(make, requests, width, VOCAB)
-        block, anchors = MarkovBuffers.empty(base), torch.zeros(requests, dtype=torch.int64, device=make.device)
+        anchors = torch.zeros(requests, dtype=torch.int64, device=make.device)
         rows = requests * (width + 1)
         logits = logits_of(make, rows, VOCAB)
         starts, lens = make.ints(*range(0, rows + 1, width + 1)), make.ints(*[width] * requests)
-        buffers = AcceptBuffers.empty(logits, requests, width)
+        blocks = [MarkovBuffers.empty(base, has_filters) for has_filters in (False, True)]
+        buffers = [AcceptBuffers.empty(logits, requests, width, has_filters) for has_filters in (False, True)]
         for name in names:
             settings = settings_of(make, requests, LAWS[name])
-            yield Case(
-                f"markov block {requests}x{width}, {name}", width * (VOCAB * RANK * 2 + 4 * requests * VOCAB), 1,
-                with_row_warps(
-                    lambda i, base=base, anchors=anchors, settings=settings, block=block: launch_markov_block(
-                        base, w1, w2, anchors, settings, block, None, None, None)),
-            )  # fmt: skip
-            yield Case(
-                f"accept {requests}x{width}, {name}", 4 * rows * VOCAB, 1,
-                with_row_warps(
-                    lambda i, logits=logits, starts=starts, lens=lens, settings=settings, buffers=buffers,
-                    block=block: launch_accept_block(logits, starts, lens, settings, buffers, block.tokens, block.laws,
-                                                     block.index, None, None)),
-            )  # fmt: skip
+            is_filtered = int(LAWS[name][1:] != (0, 1.0))
+
+            def draft(i: int, kind: int, fixed=(base, anchors, blocks, settings)) -> None:
+                base, anchors, blocks, settings = fixed
+                launch_markov_block(base, w1, w2, anchors, settings, blocks[kind], None, None, None)
+
+            def accept(i: int, kind: int, fixed=(logits, starts, lens, settings, buffers, blocks)) -> None:
+                logits, starts, lens, settings, buffers, blocks = fixed
+                block = blocks[kind]
+                launch_accept_block(
+                    logits, starts, lens, settings, buffers[kind], block.tokens, block.laws, block.index, None, None
+                )
+
+            for what, run, size in (
+                (f"markov block {requests}x{width}", draft, width * (VOCAB * RANK * 2 + 4 * requests * VOCAB)),
+                (f"accept {requests}x{width}", accept, 4 * rows * VOCAB),
+            ):
+                variants = with_row_warps(partial(run, kind=is_filtered))
+                if is_filtered:
+                    variants["one multiprocessor a row"] = partial(run, kind=0)
+                yield Case(f"{what}, {name}", size, 1, variants)
     for requests in (1, 32, 256):
         confidence, scale = make.floats(requests, width), torch.ones(width, device=make.device)
         limits, out = make.ints(*[width] * requests), make.ints(*[0] * requests)

@@ -20,13 +20,38 @@ LEAST_ROWS, MOST_ROWS = 16, 64
 """Rows of a tile. Fewer than 16 would take another instruction, whose sums could differ."""
 
 
+@triton.jit
+def _widen(codes):
+    """float8_e4m3fn -> bfloat16, two at a time: the code's bits where a bfloat16 has them, times 2^120.
+
+    Five instructions for two codes. The card's own conversion goes by way of float16 and needs two of the slowest kind
+    besides (16 threads a clock and multiprocessor), and shifts of single numbers no fewer instructions. NaN, which no
+    weight is, becomes 480.
+    """
+    return tl.inline_asm_elementwise(
+        """
+        {
+            .reg .b32 t, s, c;
+            cvt.u32.u16 t, $1;
+            mov.b32 c, 0x7b807b80;
+            prmt.b32 t, t, 0, 0x1404;
+            and.b32 s, t, 0x80008000;
+            shr.b32 t, t, 4;
+            lop3.b32 t, t, 0x07f007f0, s, 0xea;
+            mul.rn.bf16x2 $0, t, c;
+        }
+        """,
+        "=r,h", [codes.to(tl.uint8, bitcast=True)], dtype=tl.bfloat16, is_pure=True, pack=2,
+    )  # fmt: skip
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def _small_gemm(
     x_ptr, w_ptr, w_tiles, scales_ptr, bias_ptr, out_ptr,
     num_rows, num_out, size_k, x_stride, w_stride, scales_stride, out_stride, part_stride,
     ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_K: tl.constexpr, PART_K: tl.constexpr, EVEN_K: tl.constexpr,
-    EPILOGUE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SCALES: tl.constexpr, EXACT: tl.constexpr,
-    BULK: tl.constexpr, PREFETCH_BYTES: tl.constexpr, PDL: tl.constexpr,
+    EPILOGUE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SCALES: tl.constexpr, WIDENS: tl.constexpr,
+    EXACT: tl.constexpr, BULK: tl.constexpr, PREFETCH_BYTES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # Gate and up share a tile: its upper half are outputs of one, its lower half the same outputs of the other.
     OUTS: tl.constexpr = BLOCK_OUT // 2 if EPILOGUE == 2 else BLOCK_OUT
@@ -67,7 +92,10 @@ def _small_gemm(
             x = tl.load(x_at, mask=is_row[None, :] & is_k[:, None], other=0.0)
         if HAS_SCALES:
             scale = tl.load(scale_row + (start_k + k) // 128, mask=is_out & (start_k + k < size_k), other=0.0)
-            total += tl.dot(w.to(x.dtype), x, input_precision="ieee") * scale[:, None]
+            if WIDENS:
+                total += tl.dot(_widen(w), x) * scale[:, None]
+            else:
+                total += tl.dot(w.to(x.dtype), x, input_precision="ieee") * scale[:, None]
         elif EXACT:
             total = tl.dot(w, x, total, input_precision="ieee")
         else:
@@ -113,9 +141,15 @@ def launch_small_gemm(
         out.stride(-2), out.stride(0) if epilogue == "partials" else 0,
         ROWS=rows, BLOCK_OUT=plan.block_out, BLOCK_K=plan.block_k, PART_K=plan.part_k,
         EVEN_K=k == plan.part_k * plan.splits, EPILOGUE={"add": _ADD, "silu_mul": _SILU_MUL}.get(epilogue, _NONE),
-        HAS_BIAS=bias is not None, HAS_SCALES=scales is not None, EXACT=x.dtype == torch.float32, BULK=plan.is_bulk,
+        HAS_BIAS=bias is not None, HAS_SCALES=scales is not None, WIDENS=plan.widens and _can_widen(x),
+        EXACT=x.dtype == torch.float32, BULK=plan.is_bulk,
         PREFETCH_BYTES=_prefetched(plan, weight), is_streaming=True, num_warps=plan.warps, num_stages=plan.stages,
     )  # fmt: skip
+
+
+def _can_widen(x: Tensor) -> bool:
+    """The interpreter runs no instructions of the card."""
+    return x.dtype == torch.bfloat16 and not triton.knobs.runtime.interpret
 
 
 def _prefetched(plan: Plan, weight: Tensor) -> int:

@@ -32,6 +32,8 @@ class Plan:
     """Depth of the pipeline of loads."""
     warps: int = 4
     prefetch: int = PREFETCH
+    widens: bool = True
+    """8 bit weights become bfloat16 by integer instructions, not by the card's conversion."""
     is_bulk: bool = False
     """Weights come by the bulk copy engine, not by loads of every thread."""
 
