@@ -11,6 +11,10 @@ Every block is verified whole. As in DeepSpec: the token from the prompt counts 
 accepted end token, a block then counts up to that token, and lengths include the token behind the accepted drafts. The
 threshold sweep is replayed on the recorded blocks: the leading drafts whose raw confidence reaches the threshold would
 have been verified. Intervals are 95 % bootstraps over prompts.
+
+Calibration error is told raw and with the correction that the profile has for this kind of sampling. Of so few blocks
+even perfect confidences show an error; ``chance`` is its mean, and the interval is the bootstrap's, turned about the
+measured value (resampling adds the same noise once more).
 """
 
 from __future__ import annotations
@@ -32,15 +36,19 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sparkchat.catalog import load_profile
-from sparkchat.engine.calibration import measure, survival
+from sparkchat.engine.calibration import PositionMetrics, corrected_survival, measure
 from sparkchat.engine.engine import Engine
-from sparkchat.params import GenerateRequest, LoadSpec, SamplingParams
+from sparkchat.params import Correction, GenerateRequest, LoadSpec, SamplingParams
 from sparkchat.paths import user_paths
+from sparkchat.resolve import corrections_of, resolve_options
+from sparkchat.sampling_kind import sampling_kind
 
+SHIPPED = Path("sparkchat/drafters/smollm2-135m")
 SEED = 980406
 """Prompt n is answered with SEED + n."""
 THRESHOLDS = tuple(n / 10 for n in range(10))
 RESAMPLES = 400
+PERFECT_DRAWS = 50
 
 
 @dataclass(frozen=True)
@@ -75,7 +83,7 @@ def main() -> None:
         for name, path in options.prompts:
             prompts = read_prompts(path)[: options.count]
             rounds = collect(engine, prompts, sampling_of(options), options.together)
-            report["sets"][name] = figures(rounds)
+            report["sets"][name] = figures(rounds, engine.pair.calibration.get(sampling_kind(sampling_of(options))))
             arrays |= {f"{name}.{part}": getattr(rounds, part) for part in Rounds.__dataclass_fields__}
             print(told(name, report["sets"][name]), flush=True)
     if options.blocks:
@@ -88,7 +96,7 @@ def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", type=Path)
     parser.add_argument("--prompts", type=named_file, action="append", required=True, metavar="NAME=FILE")
-    parser.add_argument("--drafter", type=Path, default=Path("sparkchat/drafters/smollm2-135m"))
+    parser.add_argument("--drafter", type=Path, default=SHIPPED)
     parser.add_argument("--count", type=int, default=40)
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--temperature", type=float, default=1.0)
@@ -145,6 +153,7 @@ def spec_of(model: Path, drafter: Path, together: int) -> LoadSpec:
         concurrency=together,
         chat_template=profile.get("model.chat_template") if model.stem.startswith("SmolLM2-135M") else None,
         threads=torch.get_num_threads(),
+        **(corrections_of(resolve_options(profile, {}, {})) if drafter.resolve() == SHIPPED.resolve() else {}),
     )
 
 
@@ -199,13 +208,12 @@ def round_of(step: dict[str, Any], is_cut: bool) -> tuple[list[float], int, int,
     return step["confidence_logit"], correct, len(step["draft_ids"]), correct + 1
 
 
-def figures(rounds: Rounds) -> dict[str, Any]:
+def figures(rounds: Rounds, correction: Correction | None = None) -> dict[str, Any]:
     """All figures of one set; JSON has no NaN, so what was not measured is null."""
     prompts = np.unique(rounds.prompt)
     draw = np.random.default_rng(7)
     again = [rounds.of(draw.choice(prompts, len(prompts))) for _ in range(RESAMPLES)]
-    alive, logits = by_position(rounds), torch.from_numpy(rounds.logits).double()
-    metrics = measure(survival(logits), torch.from_numpy(rounds.accepted), torch.from_numpy(rounds.judged))
+    alive = by_position(rounds)
     return {
         "prompts": len(prompts),
         "rounds": len(rounds.accepted),
@@ -215,8 +223,53 @@ def figures(rounds: Rounds) -> dict[str, Any]:
         "accept_rate": alive,
         "conditional": [now / past if past else None for now, past in zip(alive, [1.0, *alive[:-1]], strict=True)],
         "thresholds": sweep(rounds),
-        "calibration": [{"ece": m.ece, "auc": m.auc, "brier": m.brier} for m in metrics],
+        "calibration": {
+            "raw": calibration(rounds, None),
+            "corrected": None if correction is None else calibration(rounds, correction),
+        },
     }
+
+
+def calibration(rounds: Rounds, correction: Correction | None) -> list[dict[str, float | None]]:
+    """By position: error with its interval, what chance alone shows, AUC and Brier score."""
+    draw, prompts = np.random.default_rng(9), np.unique(rounds.prompt)
+    found = metrics_of(rounds, correction)
+    again = np.array(
+        [
+            [m.ece or 0.0 for m in metrics_of(rounds.of(draw.choice(prompts, len(prompts))), correction)]
+            for _ in range(RESAMPLES // 4)
+        ]
+    )
+    low, high = np.quantile(again, [0.025, 0.975], axis=0)
+    alive = corrected(rounds, correction)
+    judged, chance = torch.from_numpy(rounds.judged), np.zeros(alive.shape[1])
+    for _ in range(PERFECT_DRAWS):
+        uniform = torch.from_numpy(draw.random((len(alive), 1)))
+        drawn = torch.minimum((uniform < alive).sum(dim=1), judged)
+        chance += [(m.ece or 0.0) / PERFECT_DRAWS for m in measure(alive, drawn, judged)]
+    return [
+        {
+            "ece": m.ece,
+            "low": max(0.0, 2 * m.ece - float(high[k])),
+            "high": max(0.0, 2 * m.ece - float(low[k])),
+            "chance": float(chance[k]),
+            "auc": m.auc,
+            "brier": m.brier,
+        }
+        if m.ece is not None
+        else {"ece": None}
+        for k, m in enumerate(found)
+    ]
+
+
+def corrected(rounds: Rounds, correction: Correction | None) -> torch.Tensor:
+    logits = torch.from_numpy(rounds.logits).double()
+    return corrected_survival(logits, [correction] * len(logits))
+
+
+def metrics_of(rounds: Rounds, correction: Correction | None) -> tuple[PositionMetrics, ...]:
+    alive = corrected(rounds, correction)
+    return measure(alive, torch.from_numpy(rounds.accepted), torch.from_numpy(rounds.judged))
 
 
 def by_position(rounds: Rounds) -> list[float]:

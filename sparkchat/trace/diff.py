@@ -34,6 +34,8 @@ _SETTINGS = (
         "threads",
         "context",
         "temperatures",
+        "calibration",
+        "refine",
         "kernels",
         "graphs",
         "chat_template",

@@ -233,6 +233,7 @@ _OPTIONAL: dict[str, dict[str, tuple[Check, str]]] = {
         "reject": (_is_reject, "an object of ids and probabilities"),
         "graph": _OBJECT,
         "fallback": _TEXT,
+        "refined": _OBJECT,
         "rows_reclaimed": _NUMBER,
         "bytes_reclaimed": _NUMBER,
         "deltas": _DELTAS,
