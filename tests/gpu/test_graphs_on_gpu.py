@@ -5,7 +5,7 @@ transformers, safetensors and pytest, and no other package.
 
 A fault on the device ends the process's use of it, and all tests behind it fail. So run each form by itself:
 
-    for form in torch kernels overlap; do python3 -m pytest -q tests/gpu/test_graphs_on_gpu.py -k $form; done
+    for form in torch kernels small overlap; do python3 -m pytest -q tests/gpu/test_graphs_on_gpu.py -k $form; done
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
     "sampled": {"temperature": 1.0},
     "filtered": {"temperature": 0.8, "top_k": 30, "top_p": 0.9, "min_p": 0.01},
 }
-FORMS = ("torch", "kernels", "overlap")
-"""Captured steps of torch's operations; of the kernels; of the kernels, each starting while the one before it ends.
+FORMS = ("torch", "kernels", "small", "overlap")
+"""Captured steps of torch's operations; of the kernels; of the kernels, the small ones or all of them starting while the
+one before ends.
 They are compared with the form "loop", the reference path."""
 LOWEST_P = 1e-4
 Open = Callable[..., Runner]
@@ -46,6 +47,7 @@ Open = Callable[..., Runner]
 def opened() -> Iterator[Open]:
     """Return ``opened(form, target, drafter, **spec)``: an engine on the GPU in fp32 unless said, loaded once."""
     from sparkchat.engine import engine as engine_module
+    from sparkchat.kernels.launch import Overlap
     from sparkchat.params import LoadSpec
 
     engines: dict[Any, Runner] = {}
@@ -63,7 +65,8 @@ def opened() -> Iterator[Open]:
                 graphs=form != "loop",
                 **settings,
             )
-            engine_module.build_decoder = partial(build, is_fused=form != "torch", overlaps=form == "overlap")
+            overlaps = {"small": Overlap.SMALL, "overlap": Overlap.ALL}.get(form, Overlap.NONE)
+            engine_module.build_decoder = partial(build, is_fused=form != "torch", overlaps=overlaps)
             try:
                 engines[key] = Runner(engine_module.Engine(loaded))
             finally:

@@ -104,6 +104,49 @@ def test_small_product_with_8_bit_weights(n: int, k: int, epilogue: str) -> None
     assert torch.equal(product(x[:1].clone(), weight, epilogue, scales), together[..., :1, :])
 
 
+def test_every_8_bit_code_keeps_its_value() -> None:
+    """All but NaN, which becomes 480: no weight is one."""
+    codes = torch.arange(256, dtype=torch.uint8, device=CUDA).view(torch.float8_e4m3fn).repeat(64, 1)
+    unit = torch.eye(256, dtype=HALF, device=CUDA)
+    got = product(unit[:64].contiguous(), codes.contiguous(), "none", torch.ones(1, 2, device=CUDA))
+    rest = torch.cat([product(unit[at : at + 64].contiguous(), codes, "none", torch.ones(1, 2, device=CUDA))
+                      for at in (64, 128, 192)])  # fmt: skip
+    got, want = torch.cat([got, rest])[:, 0], codes[0].float()
+    assert torch.equal(got[~want.isnan()], want[~want.isnan()])
+    assert got[want.isnan()].abs().tolist() == [480.0, 480.0]
+
+
+# Laws
+
+
+@pytest.mark.parametrize("scale", [0.3, 2.0])
+def test_thresholds_of_a_whole_vocabulary(scale: float) -> None:
+    """Flat and peaked; in rows that the search over the vocabulary need not take, as ``found`` says."""
+    from sparkchat.kernels.accept import AcceptBuffers, accept_block
+    from sparkchat.kernels.sampling import DrawSettings, Laws
+    from sparkchat.kernels.sampling.reference import laws_reference
+
+    rows = [(1.0, 0, 0.95, 0.0), (1.0, 20, 0.8, 0.0), (0.7, 0, 0.5, 0.01), (1.0, 1000, 1.0, 0.0), (0.0, 20, 0.8, 0.0)]
+    logits = torch.randn(len(rows), VOCAB, device=CUDA) * scale
+    settings = DrawSettings.empty(len(rows), CUDA)
+    for name, values in zip(("temperature", "top_k", "top_p", "min_p"), zip(*rows, strict=True), strict=True):
+        getattr(settings, name).copy_(torch.tensor(values))
+    starts = torch.arange(len(rows) + 1, dtype=torch.int32, device=CUDA)
+    found = []
+    for _ in range(2):
+        buffers = AcceptBuffers.empty(logits, len(rows), 1, has_filters=True)
+        for _ in range(2):
+            accept_block(logits, starts, torch.zeros(len(rows), dtype=torch.int32, device=CUDA), settings, buffers)
+        found.append(buffers.laws.probabilities())
+    assert buffers.scratch.near is not None and buffers.scratch.near.found[:4, 0].tolist() == [1, 1, 1, 1]
+    assert torch.equal(found[0], found[1])
+    want = Laws.empty(logits)
+    laws_reference(logits, torch.arange(len(rows)), settings, want, slice(None))
+    for ours, theirs in zip(found[0], want.probabilities(), strict=True):
+        assert int(((ours > 0) != (theirs > 0)).sum()) <= 2
+        torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-3)
+
+
 # Attention
 
 MODELS = {"qwen3-8b": (32, 8, 128), "smollm2": (9, 3, 64)}
@@ -359,10 +402,10 @@ def layer_state() -> dict[str, Tensor]:
     }
 
 
-@pytest.mark.parametrize("overlaps", [False, True])
-def test_layers_in_a_graph_give_the_same_bits(overlaps: bool) -> None:
+@pytest.mark.parametrize("which", ["none", "small", "all"])
+def test_layers_in_a_graph_give_the_same_bits(which: str) -> None:
     from sparkchat.kernels.attention import attention_workspace
-    from sparkchat.kernels.launch import overlap
+    from sparkchat.kernels.launch import Overlap, overlap
 
     state, space = layer_state(), attention_workspace(8, 32, 128, 2048, CUDA)
     begin = state["x"].clone()
@@ -377,7 +420,7 @@ def test_layers_in_a_graph_give_the_same_bits(overlaps: bool) -> None:
     want = state["x"].clone(), state["down_parts"].clone()
     assert want[0].isfinite().all()
     graph = torch.cuda.CUDAGraph()
-    with overlap(overlaps):
+    with overlap(Overlap(which)):
         stream = torch.cuda.Stream()
         with torch.cuda.stream(stream):
             steps()
