@@ -38,15 +38,15 @@ LINEARS = (
 )
 """Outputs, inputs, whether the inputs may be summed in parts. wo_a: all groups of heads in one launch."""
 ROWS = (1, 6, 16, 64)
-NIBBLES_SCALE = 120
+FP4_SCALE = 120
 """e8m0: 2^-7, as made-up weights have it."""
 
 
 def tiles_of(make: Maker, out: int, size: int) -> TiledFp8:
-    tiles = torch.zeros(out, size, dtype=torch.int8, device=make.device)
+    tiles = torch.zeros(out // 32, size // 128, 2, 2048, dtype=torch.int8, device=make.device)
     if make.is_real:
-        tiles.view(torch.float8_e4m3fn).copy_(make.half(out, size, scale=1.0))
-    return TiledFp8(tiles, torch.full((-(-out // 128), size // 128), 2.0**-6, device=make.device))
+        tiles.view(torch.float8_e4m3fn).copy_(make.half(*tiles.shape, scale=1.0))
+    return TiledFp8(tiles, torch.full((out // 32, size // 128, 2), 2.0**-6, device=make.device))
 
 
 def linear_cases(make: Maker) -> Iterator[Case]:
@@ -68,9 +68,7 @@ def linear_case(
     def runner(plan: Fp8Plan) -> Run:
         shape = (plan.splits, rows, out) if has_parts else (rows, out)
         to = torch.empty(shape, dtype=torch.float32 if has_parts else HALF, device=make.device)
-        return lambda i: launch_fp8_linear(
-            x, weights[i].tiles, weights[i].scales, to, 1, False, has_parts, plan
-        )  # fmt: skip
+        return lambda i: launch_fp8_linear(x, weights[i], to, 1, False, plan)
 
     variants = {f"warps {p.warps} split {p.splits} stages {p.stages}": runner(p) for p in plans}
     # cuBLAS with the same weight in bfloat16, which is what unpacking once would run: twice the bytes.
@@ -89,17 +87,16 @@ class Layer:
     @classmethod
     def make(cls, make: Maker) -> Layer:
         def bank(out: int, size: int) -> TiledBank:
-            if not make.is_real:
-                tiles = torch.zeros(1, out, size // 2, dtype=torch.int8).expand(EXPERTS, -1, -1)
-                scales = torch.zeros(1, out // 16, size // 128, 16, dtype=torch.int32).expand(EXPERTS, -1, -1, -1)
-                return TiledBank(tiles, scales)
-            tiles = torch.empty(EXPERTS, out, size // 2, dtype=torch.int8, device=make.device).random_(-128, 128)
-            word = NIBBLES_SCALE * 0x01010101
-            shape = (EXPERTS, out // 16, size // 128, 16)
-            return TiledBank(tiles, torch.full(shape, word, dtype=torch.int32, device=make.device))
+            # Where kernels are only compiled one expert stands for all: only shapes count.
+            count, shape = EXPERTS if make.is_real else 1, (out // 32, size // 128, 2)
+            tiles = torch.zeros(count, *shape, 1024, dtype=torch.int8, device=make.device)
+            scales = torch.full((count, *shape, 16, 4), FP4_SCALE, dtype=torch.uint8, device=make.device)
+            if make.is_real:
+                tiles.random_(-128, 128)
+            return TiledBank(tiles.expand(EXPERTS, *shape, 1024), scales.expand(EXPERTS, *shape, 16, 4))
 
-        shared = tiles_of(make, WIDTH, D), tiles_of(make, WIDTH, D), tiles_of(make, D, WIDTH)
-        weights = TiledExperts(bank(WIDTH, D), bank(WIDTH, D), bank(D, WIDTH), *shared)
+        shared = tiles_of(make, 2 * WIDTH, D), tiles_of(make, D, WIDTH)
+        weights = TiledExperts(bank(2 * WIDTH, D), bank(D, WIDTH), *shared)
         return cls(weights, make.half(EXPERTS, D), make.floats(EXPERTS, scale=0.1))
 
     def routings(self, make: Maker, rows: int) -> list[Routing]:

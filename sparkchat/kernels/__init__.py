@@ -75,6 +75,24 @@ side (models/weights.py). "half" is bf16 or fp16; fp32 works everywhere and is e
         [rows+1] fp64: milliseconds of a step by its rows (entry 0 unused). Fills verify_lens [R] int32 by Algorithm 1
         with early stop, R*g <= 4096; with budget [1] int32 instead the ``budget`` likeliest drafts of the batch.
 
+    DeepSeek V4's weights of 8 and 4 bits, in the order of tiles (kernels/tiles/packing.py)
+
+    from sparkchat.kernels.fp8 import TiledFp8, fp8_linear, takes
+    fp8_linear(x, weight, out, *, groups=1, is_rounded=False)
+        weight TiledFp8.of(codes [n, k] float8_e4m3fn, scales [ceil(n/128), k/128] fp32), n a multiple of 32, k of 128
+        (``takes``). x [N, groups*k] half, any N (tiles of 8, 16 or 32 rows); output group g reads input group g.
+        out [N, n] half or fp32, or partial sums [weight.splits(), N, n] fp32. is_rounded: x is rounded to e4m3 first.
+
+    from sparkchat.kernels.gate import Routing, route
+    route(logits, routing, scale, *, bias=None, table=None, token_ids=None)
+        logits [N, E] fp32, or partial sums [S, N, E]: small_gemm(x, gate weight, ..., epilogue="partials"). Fills
+        Routing.empty(N, k, E, device): weights and chosen [N, k], experts ascending, and the lists by expert.
+
+    from sparkchat.kernels.experts import ExpertBuffers, TiledExperts, add_parts, run_experts
+    run_experts(x, weights, routing, buffers, *, limit, is_rounded=False)
+        x [N, d] half, any N; an expert is read once for each 8 (N <= 8) or 16 of its rows. Fills buffers.parts
+        [k+1, N, d] fp32: partial sums of the mixture, the shared expert's last. add_parts(parts, out) adds them.
+
 Programmatic dependent launch: within ``with sparkchat.kernels.launch.overlap():`` each kernel's start overlaps the end
 of the one before it on the stream, and products call their first weights into L2 meanwhile. Capture inside the block;
 all kernels here wait for what came before them before they read or write anything that changes. Off unless asked for.

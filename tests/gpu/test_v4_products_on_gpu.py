@@ -44,6 +44,13 @@ def fp8_of(out: int, size: int):  # type: ignore[no-untyped-def]
     return TiledFp8.of(normal(out, size).to(torch.float8_e4m3fn), scales)
 
 
+def two_fp8_of(out: int, size: int):  # type: ignore[no-untyped-def]
+    from sparkchat.kernels.fp8 import TiledFp8
+
+    scales = torch.rand(out // 128, size // 128, device=CUDA) * size**-0.5 + 1e-3
+    return TiledFp8.of_two(*((normal(out, size).to(torch.float8_e4m3fn), scales) for _ in range(2)))
+
+
 @pytest.mark.parametrize(("out", "size"), [(1536, D), (16384, 1024), (D, D), (D, 3 * D)])
 @pytest.mark.parametrize("has_parts", [False, True])
 @pytest.mark.parametrize("is_rounded", [False, True])
@@ -61,7 +68,7 @@ def test_projections(out: int, size: int, has_parts: bool, is_rounded: bool) -> 
 
     x = normal(70, size)
     together, want = product(x), torch.empty(70, out, device=CUDA)
-    fp8_linear_reference(x, weight.codes(), weight.scales, want, 1, is_rounded)
+    fp8_linear_reference(x, weight, want, 1, is_rounded)
     assert error(together.sum(0) if has_parts else together, want) < 1e-4
     # A row's bits do not depend on the rows beside it, whatever tile it lies in.
     for count in (1, 6, 8, 9, 16, 17, 64):
@@ -75,7 +82,7 @@ def test_projections_by_groups() -> None:
     weight, x = fp8_of(D, D), normal(6, 4 * D)
     got, want = torch.full((6, D), float("nan"), device=CUDA), torch.empty(6, D, device=CUDA)
     fp8_linear(x, weight, got, groups=4)
-    fp8_linear_reference(x, weight.codes(), weight.scales, want, 4, False)
+    fp8_linear_reference(x, weight, want, 4, False)
     assert error(got, want) < 1e-4
 
 
@@ -117,13 +124,14 @@ def layer():  # type: ignore[no-untyped-def]
     """Experts of 1.7 GB, made once."""
     from sparkchat.kernels.experts import TiledBank, TiledExperts
 
-    def bank(out: int, size: int) -> TiledBank:
+    def codes_of(out: int, size: int) -> tuple[Tensor, Tensor]:
         codes = torch.empty(EXPERTS, out, size // 2, dtype=torch.int8, device=CUDA).random_(-128, 128)
         scales = torch.randint(118, 122, (EXPERTS, out, size // 32), device=CUDA, dtype=torch.uint8)
-        return TiledBank.in_place(codes, scales)
+        return codes, scales
 
     return TiledExperts(
-        bank(WIDTH, D), bank(WIDTH, D), bank(D, WIDTH), fp8_of(WIDTH, D), fp8_of(WIDTH, D), fp8_of(D, WIDTH)
+        TiledBank.of_two(codes_of(WIDTH, D), codes_of(WIDTH, D)), TiledBank.in_place(*codes_of(D, WIDTH)),
+        two_fp8_of(WIDTH, D), fp8_of(D, WIDTH),
     )  # fmt: skip
 
 

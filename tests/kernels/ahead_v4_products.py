@@ -28,20 +28,19 @@ D, WIDTH, EXPERTS, PER_ROW = 4096, 1024, 256, 6
 
 
 def tiles_of(out: int, size: int) -> TiledFp8:
-    return TiledFp8(torch.zeros(out, size, dtype=torch.int8), torch.ones(-(-out // 128), size // 128))
+    tiles = torch.zeros(out // 32, size // 128, 2, 2048, dtype=torch.int8)
+    return TiledFp8(tiles, torch.ones(out // 32, size // 128, 2))
 
 
 def bank_of(out: int, size: int) -> TiledBank:
     """One expert stands for all: only shapes count, and they take gigabytes."""
-    codes = torch.zeros(1, out, size // 2, dtype=torch.int8).expand(EXPERTS, -1, -1)
-    return TiledBank(codes, torch.zeros(1, out // 16, size // 128, 16, dtype=torch.int32).expand(EXPERTS, -1, -1, -1))
+    shape = out // 32, size // 128, 2
+    tiles = torch.zeros(1, *shape, 1024, dtype=torch.int8).expand(EXPERTS, *shape, 1024)
+    return TiledBank(tiles, torch.zeros(1, *shape, 16, 4, dtype=torch.uint8).expand(EXPERTS, *shape, 16, 4))
 
 
 def experts_of() -> TiledExperts:
-    return TiledExperts(
-        bank_of(WIDTH, D), bank_of(WIDTH, D), bank_of(D, WIDTH), tiles_of(WIDTH, D), tiles_of(WIDTH, D),
-        tiles_of(D, WIDTH),
-    )  # fmt: skip
+    return TiledExperts(bank_of(2 * WIDTH, D), bank_of(D, WIDTH), tiles_of(2 * WIDTH, D), tiles_of(D, WIDTH))
 
 
 def fp8() -> None:
@@ -51,8 +50,8 @@ def fp8() -> None:
     ):  # fmt: skip
         weight, x = tiles_of(out, size), torch.zeros(rows, size, dtype=HALF)
         parts = torch.zeros(plan_of(out, size).splits, rows, out)
-        launch_fp8_linear(x, weight.tiles, weight.scales, parts, 1, is_rounded, True)
-        launch_fp8_linear(x, weight.tiles, weight.scales, torch.zeros(rows, out, dtype=HALF), 1, is_rounded, False)
+        launch_fp8_linear(x, weight, parts, 1, is_rounded)
+        launch_fp8_linear(x, weight, torch.zeros(rows, out, dtype=HALF), 1, is_rounded)
 
 
 def route() -> None:

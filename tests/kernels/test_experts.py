@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -15,27 +17,30 @@ from sparkchat.kernels.experts.weights import takes
 from sparkchat.kernels.fp8 import TiledFp8
 from sparkchat.kernels.gate import Routing
 from sparkchat.kernels.gate.reference import list_choices
+from sparkchat.kernels.tiles.packing import taken_apart
 from sparkchat.models.deepseek_v4.formats import ScaledWeight
 
 NAN = float("nan")
 LIMIT = 2.0
 
 
-def bank_of(experts: int, out: int, size: int, device: torch.device) -> TiledBank:
+def codes_of(experts: int, out: int, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
     codes = torch.randint(-128, 128, (experts, out, size // 2), dtype=torch.int8, device=device)
-    return TiledBank.in_place(codes, torch.randint(120, 125, (experts, out, size // 32), device=device).to(torch.uint8))
+    return codes, torch.randint(120, 125, (experts, out, size // 32), device=device).to(torch.uint8)
 
 
-def fp8_of(out: int, size: int, device: torch.device) -> TiledFp8:
+def fp8_of(out: int, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
     codes = torch.randn(out, size, device=device).to(torch.float8_e4m3fn)
-    return TiledFp8.of(codes, torch.full((-(-out // 128), size // 128), 0.125, device=device))
+    return codes, torch.rand(-(-out // 128), size // 128, device=device) * 0.2
 
 
 def experts_of(count: int, size: int, width: int, device: torch.device) -> TiledExperts:
     return TiledExperts(
-        bank_of(count, width, size, device), bank_of(count, width, size, device), bank_of(count, size, width, device),
-        fp8_of(width, size, device), fp8_of(width, size, device), fp8_of(size, width, device),
-    )  # fmt: skip
+        TiledBank.of_two(codes_of(count, width, size, device), codes_of(count, width, size, device)),
+        TiledBank.in_place(*codes_of(count, size, width, device)),
+        TiledFp8.of_two(fp8_of(width, size, device), fp8_of(width, size, device)),
+        TiledFp8.of(*fp8_of(size, width, device)),
+    )
 
 
 def routing_of(chosen: list[list[int]], experts: int, device: torch.device) -> Routing:
@@ -69,7 +74,7 @@ def by_reference(x: Tensor, weights: TiledExperts, routing: Routing, is_rounded:
 
 @pytest.mark.parametrize("is_rounded", [False, True])
 def test_against_the_reference(is_rounded: bool, device: torch.device) -> None:
-    weights, x = experts_of(4, 256, 128, device), rows_of(3, 256, device)
+    weights, x = experts_of(4, 128, 128, device), rows_of(3, 128, device)
     # Expert 0 has no row, 1 has one, 2 two, 3 all.
     routing = routing_of([[2, 3], [1, 3], [2, 3]], 4, device)
     got, want = (by(x, weights, routing, is_rounded) for by in (by_kernel, by_reference))
@@ -78,8 +83,8 @@ def test_against_the_reference(is_rounded: bool, device: torch.device) -> None:
 
 def test_more_rows_than_a_tile_and_the_same_expert_twice(device: torch.device) -> None:
     weights, x = experts_of(2, 128, 128, device), rows_of(18, 128, device)
-    routing = routing_of([[1, 1], *[[0, 1]] * 17], 2, device)
-    assert routing.counts.tolist() == [4, 17, 19]
+    routing = routing_of([[1, 1], *[[1] * 2] * 8, *[[0, 1]] * 9], 2, device)
+    assert routing.counts.tolist() == [3, 9, 27]
     torch.testing.assert_close(
         by_kernel(x, weights, routing), by_reference(x, weights, routing), atol=2e-2, rtol=5e-3
     )  # fmt: skip
@@ -91,11 +96,8 @@ def test_all_codes_and_scales_keep_their_value(device: torch.device) -> None:
     codes = torch.arange(size * width // 2, device=device).to(torch.uint8).view(torch.int8).view(1, size, width // 2)
     scales = torch.arange(size * width // 32, device=device).view(1, size, width // 32) % 40 + 89
     published = ScaledWeight(codes[0].clone(), scales[0].to(torch.uint8), (1, 32)).dense()
-    weights = experts_of(1, size, width, device)
     bank = TiledBank.in_place(codes.clone(), scales.to(torch.uint8))
-    weights = TiledExperts(
-        weights.gate, weights.up, bank, weights.shared_gate, weights.shared_up, weights.shared_down
-    )  # fmt: skip
+    weights = replace(experts_of(1, size, width, device), down=bank)
     assert torch.equal(dense_fp4(bank, 0), published)
     routing = routing_of([[0]] * width, 1, device)
     inner = torch.zeros((2 * width, width), device=device)
@@ -107,19 +109,29 @@ def test_all_codes_and_scales_keep_their_value(device: torch.device) -> None:
     assert torch.equal(parts[0].T, published)
 
 
+def test_two_banks_in_turn_are_pairs_of_tiles(device: torch.device) -> None:
+    banks = [codes_of(3, 32, 128, device) for _ in range(2)]
+    both = TiledBank.of_two(*banks)
+    assert both.shape == (3, 64, 128)
+    for bank, weight in zip(banks, taken_apart(dense_fp4(both, 2)), strict=True):
+        assert torch.equal(weight, ScaledWeight(bank[0][2], bank[1][2], (1, 32)).dense())
+
+
 def test_a_row_does_not_depend_on_the_rows_beside_it(device: torch.device) -> None:
-    weights, x = experts_of(3, 512, 128, device), rows_of(12, 512, device)
-    routing = routing_of([[0, 2], *[[0, 1]] * 5, *[[1, 2]] * 6], 3, device)
-    together = by_kernel(x, weights, routing)
-    alone = routing_of([[0, 2]], 3, device)
+    weights, x = experts_of(2, 512, 128, device), rows_of(10, 512, device)
+    routing, alone = routing_of([[0, 1], *[[0, 0]] * 9], 2, device), routing_of([[0, 1]], 2, device)
     alone.weights.copy_(routing.weights[:1])
-    assert_same_sums(by_kernel(x[:1].clone(), weights, alone), together[:1])
+    inner = [ExpertBuffers.empty(count, 2, weights, x.dtype).inner for count in (10, 1)]
+    launch_gate_up(x, weights, routing, inner[0], LIMIT, False)
+    launch_gate_up(x[:1].clone(), weights, alone, inner[1], LIMIT, False)
+    # In sixteen rows beside others, and in a tile of eight alone; the shared expert's row is the last.
+    assert_same_sums(inner[1].float(), inner[0][[0, 1, 20]].float())
 
 
 def test_numbers_that_are_none_show_in_their_row_alone(device: torch.device) -> None:
     weights, x = experts_of(2, 128, 128, device), rows_of(3, 128, device)
     x[1, 5] = NAN
-    routing = routing_of([[0, 1]] * 3, 2, device)
+    routing = routing_of([[1], [1], [1]], 2, device)
     for is_rounded in (False, True):
         parts = by_kernel(x, weights, routing, is_rounded)
         assert parts[1].isnan().all()
@@ -129,8 +141,10 @@ def test_numbers_that_are_none_show_in_their_row_alone(device: torch.device) -> 
 def test_steps_that_do_not_divide_among_the_warps(device: torch.device) -> None:
     weights, x = experts_of(2, 384, 128, device), rows_of(2, 384, device)
     routing = routing_of([[0, 1], [0, 1]], 2, device)
-    got = by_kernel(x, weights, routing, plan=ExpertPlan(2, 2))
-    torch.testing.assert_close(got, by_reference(x, weights, routing), atol=2e-2, rtol=5e-3)
+    got, want = (ExpertBuffers.empty(2, 2, weights, x.dtype) for _ in range(2))
+    launch_gate_up(x, weights, routing, got.inner, LIMIT, False, ExpertPlan(2, 2))
+    run_experts_reference(x, weights, routing, want.inner, want.parts, LIMIT, False)
+    torch.testing.assert_close(got.inner, want.inner, atol=2e-2, rtol=5e-3)
 
 
 def test_parts_are_added_in_order(device: torch.device) -> None:
@@ -152,9 +166,7 @@ def test_what_does_not_fit_is_refused(device: torch.device) -> None:
     with pytest.raises(ValueError, match="x is"):
         run_experts(torch.zeros(1, 128), weights, routing, buffers, limit=LIMIT)
     with pytest.raises(ValueError, match="down of the experts"):
-        TiledExperts(
-            weights.gate, weights.up, weights.gate, weights.shared_gate, weights.shared_up, weights.shared_down
-        )  # fmt: skip
+        replace(weights, down=weights.gate_up)
     codes, scales = torch.zeros(2, 32, 64, dtype=torch.int8), torch.full((2, 32, 4), 128, dtype=torch.uint8)
     assert takes(codes, scales, (1, 32))
     assert not takes(codes, scales + 1, (1, 32)) and not takes(codes, scales, (1, 16))

@@ -12,6 +12,8 @@ from sparkchat.kernels.fp8 import TiledFp8, fp8_linear, takes
 from sparkchat.kernels.fp8.kernel import launch_fp8_linear
 from sparkchat.kernels.fp8.plan import plan_of, tried
 from sparkchat.kernels.fp8.reference import fp8_linear_reference, rounded_e4m3
+from sparkchat.kernels.gemm.reference import dequantise
+from sparkchat.kernels.tiles.packing import taken_apart
 from sparkchat.models.deepseek_v4.rounding import round_e4m3
 
 NAN = float("nan")
@@ -27,15 +29,25 @@ def weight_of(out: int, size: int, device: torch.device) -> TiledFp8:
     return TiledFp8.of(codes, torch.rand(-(-out // 128), size // 128, device=device) + 0.5)
 
 
-@pytest.mark.parametrize(("rows", "out", "size"), [(1, 160, 512), (9, 64, 256), (17, 32, 1152), (40, 32, 128)])
+@pytest.mark.parametrize(("rows", "out", "size"), [(1, 160, 128), (9, 64, 256), (17, 32, 1152), (40, 32, 128)])
 @pytest.mark.parametrize("has_parts", [False, True])
 def test_against_the_reference(rows: int, out: int, size: int, has_parts: bool, device: torch.device) -> None:
     weight, x = weight_of(out, size, device), torch.randn(rows, size, device=device, dtype=half(device))
     parts = (weight.splits(),) if has_parts else ()
     outs = torch.full((2, *parts, rows, out), NAN, device=device)
-    launch_fp8_linear(x, weight.tiles, weight.scales, outs[0], 1, False, has_parts)
-    fp8_linear_reference(x, weight.codes(), weight.scales, outs[1], 1, False)
+    launch_fp8_linear(x, weight, outs[0], 1, False)
+    fp8_linear_reference(x, weight, outs[1], 1, False)
     torch.testing.assert_close(outs[0], outs[1], atol=2e-3, rtol=2e-3)
+
+
+def test_two_weights_in_turn_are_pairs_of_tiles(device: torch.device) -> None:
+    codes = [torch.randn(160, 256, device=device).to(torch.float8_e4m3fn) for _ in range(2)]
+    scales = [torch.rand(2, 2, device=device) + 0.5 for _ in range(2)]
+    both = TiledFp8.of_two(*zip(codes, scales, strict=True))
+    assert both.shape == (320, 256)
+    for weight, code, scale in zip(taken_apart(both.dense()), codes, scales, strict=True):
+        assert torch.equal(weight, dequantise(code, scale))
+        assert torch.equal(TiledFp8.of(code, scale).dense(), weight)
 
 
 def test_all_codes_keep_their_value(device: torch.device) -> None:
@@ -46,19 +58,19 @@ def test_all_codes_keep_their_value(device: torch.device) -> None:
     # A row of x for every input: what comes out is the weight itself.
     tiled, x = TiledFp8.of(weight, torch.ones(1, 2, device=device)), torch.eye(256, device=device, dtype=half(device))
     out = torch.full((256, 32), NAN, device=device)
-    launch_fp8_linear(x, tiled.tiles, tiled.scales, out, 1, False, False)
+    launch_fp8_linear(x, tiled, out, 1, False)
     assert torch.equal(out.T, weight.float())
 
 
 def test_output_groups_read_groups_of_inputs(device: torch.device) -> None:
     weight, x = weight_of(128, 256, device), torch.randn(3, 512, device=device, dtype=half(device))
     out = torch.full((3, 128), NAN, device=device)
-    launch_fp8_linear(x, weight.tiles, weight.scales, out, 2, False, False)
+    launch_fp8_linear(x, weight, out, 2, False)
     want = torch.empty_like(out)
-    fp8_linear_reference(x, weight.codes(), weight.scales, want, 2, False)
+    fp8_linear_reference(x, weight, want, 2, False)
     torch.testing.assert_close(out, want, atol=2e-3, rtol=2e-3)
     alone = torch.empty(3, 128, device=device)
-    fp8_linear_reference(x[:, :256], weight.codes(), weight.scales, alone, 1, False)
+    fp8_linear_reference(x[:, :256], weight, alone, 1, False)
     torch.testing.assert_close(want[:, :64], alone[:, :64])
 
 
@@ -67,8 +79,8 @@ def test_inputs_are_rounded_as_published(device: torch.device) -> None:
     x = (torch.randn(5, 512, device=device) * torch.logspace(-6, 4, 5, device=device)[:, None]).to(half(device))
     x[0], x[1, :128], x[2, 7] = 0.0, 448.0, 1e-6
     out, want = torch.full((5, 32), NAN, device=device), torch.empty(5, 32, device=device)
-    launch_fp8_linear(x, weight.tiles, weight.scales, out, 1, True, False)
-    fp8_linear_reference(round_e4m3(x, 128), weight.codes(), weight.scales, want, 1, False)
+    launch_fp8_linear(x, weight, out, 1, True)
+    fp8_linear_reference(round_e4m3(x, 128), weight, want, 1, False)
     torch.testing.assert_close(out, want, atol=1e-3, rtol=1e-4)
     assert torch.equal(rounded_e4m3(x), round_e4m3(x, 128))
 
@@ -78,18 +90,18 @@ def test_a_number_that_is_none_shows_in_its_row_alone(device: torch.device) -> N
     x[2, 300] = NAN
     for is_rounded in (False, True):
         out = torch.zeros(4, 32, device=device)
-        launch_fp8_linear(x, weight.tiles, weight.scales, out, 1, is_rounded, False)
+        launch_fp8_linear(x, weight, out, 1, is_rounded)
         assert out[2].isnan().all()
         assert not out[[0, 1, 3]].isnan().any()
 
 
 def test_a_row_does_not_depend_on_how_many_there_are(device: torch.device) -> None:
-    weight, x = weight_of(64, 1024, device), torch.randn(33, 1024, device=device, dtype=half(device))
-    together = torch.full((weight.splits(), 33, 64), NAN, device=device)
-    launch_fp8_linear(x, weight.tiles, weight.scales, together, 1, False, True)
+    weight, x = weight_of(32, 1024, device), torch.randn(33, 1024, device=device, dtype=half(device))
+    together = torch.full((weight.splits(), 33, 32), NAN, device=device)
+    launch_fp8_linear(x, weight, together, 1, False)
     for count in (1, 9):
-        some = torch.full((weight.splits(), count, 64), NAN, device=device)
-        launch_fp8_linear(x[:count].clone(), weight.tiles, weight.scales, some, 1, False, True)
+        some = torch.full((weight.splits(), count, 32), NAN, device=device)
+        launch_fp8_linear(x[:count].clone(), weight, some, 1, False)
         assert_same_sums(some, together[:, :count])
 
 
@@ -107,7 +119,7 @@ def test_plans_that_share_the_inputs_otherwise_give_the_same(device: torch.devic
     for warps, stages in ((4, 3), (8, 2), (1, 2)):
         outs.append(torch.full((2, 32), NAN, device=device))
         tried_plan = replace(plan, warps=warps, stages=stages)
-        launch_fp8_linear(x, weight.tiles, weight.scales, outs[-1], 1, False, False, tried_plan)
+        launch_fp8_linear(x, weight, outs[-1], 1, False, tried_plan)
     torch.testing.assert_close(outs[0], outs[1], atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(outs[0], outs[2], atol=1e-4, rtol=1e-4)
 

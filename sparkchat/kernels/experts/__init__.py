@@ -29,8 +29,7 @@ class ExpertBuffers:
 
     @classmethod
     def empty(cls, rows: int, per_row: int, weights: TiledExperts, dtype: torch.dtype) -> ExpertBuffers:
-        device = weights.gate.tiles.device
-        width, size = weights.shared_gate.shape
+        device, size, width = weights.down.tiles.device, weights.size, weights.width
         inner = torch.empty((rows * (per_row + 1), width), dtype=dtype, device=device)
         return cls(inner, torch.empty((per_row + 1, rows, size), device=device))
 
@@ -50,7 +49,7 @@ def run_experts(
     rounded to x's dtype; the shared one has weight 1. ``is_rounded``: inputs of products are first rounded as fp8
     products round theirs, e4m3 with a power of two for each row's 128 inputs. Raises ValueError for wrong shapes.
     """
-    width, size = weights.shared_gate.shape
+    size, width = weights.size, weights.width
     rows, per_row = routing.weights.shape
     wanted = {"x": (x, (rows, size)), "inner": (buffers.inner, (rows * (per_row + 1), width)),
               "parts": (buffers.parts, (per_row + 1, rows, size))}  # fmt: skip

@@ -17,7 +17,7 @@ from sparkchat.kernels.experts.weights import TiledExperts
 from sparkchat.kernels.gate.routing import Routing
 from sparkchat.kernels.launch import launch, power_of_two, wait
 from sparkchat.kernels.tiles.packing import OUTS, STEP
-from sparkchat.kernels.tiles.product import fp4_pair, fp8_pair
+from sparkchat.kernels.tiles.product import call_ahead, fp4_pair, fp8_pair
 
 
 @triton.jit
@@ -41,73 +41,77 @@ def _activate(gate, up, limit):
 
 @triton.jit(do_not_specialize=["num_rows", "list_size", "shared_items"])
 def _gate_up(
-    x_ptr, gate_ptr, up_ptr, gate_scales, up_scales, shared_gate, shared_up, shared_gate_scales, shared_up_scales,
-    items_ptr, counts_ptr, lists_ptr, weights_ptr, inner_ptr,
+    x_ptr, codes_ptr, scales_ptr, shared_codes, shared_scales, items_ptr, counts_ptr, lists_ptr, weights_ptr, inner_ptr,
     num_rows, list_size, shared_items, x_stride, limit,
-    PER_ROW: tl.constexpr, WIDTH: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr,
-    WARPS: tl.constexpr, STAGES: tl.constexpr, ROUND: tl.constexpr, PDL: tl.constexpr,
+    PER_ROW: tl.constexpr, TILES: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr, WARPS: tl.constexpr,
+    STAGES: tl.constexpr, ROUND: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    # A pair of tiles is one of gate and one of up. Row n of warp w lies at w * ROWS + n.
     tile, item = tl.program_id(0), tl.program_id(1)
-    # Row n of warp w lies at w * ROWS + n.
     at, out_at = tl.arange(0, WARPS * ROWS) % ROWS, tl.arange(0, ROWS)
+    if PDL:  # noqa: SIM102 - one is decided when compiling, the other when running
+        # Which experts are hit is not known yet; the shared one always is.
+        if item < shared_items:
+            call_ahead(shared_codes + tile.to(tl.int64) * (STEPS * 4096), STEPS, WARPS)
     wait(PDL)
     if item >= shared_items + tl.load(counts_ptr):
         return
     if item < shared_items:
         row, to_row = item * ROWS + at, item * ROWS + out_at
         is_out = to_row < num_rows
-        begin, block = tile.to(tl.int64) * (STEPS * 2048), tile // 8 * STEPS
         gate, up = fp8_pair(
-            x_ptr + row.to(tl.int64) * x_stride, row < num_rows, shared_gate + begin, shared_up + begin,
-            shared_gate_scales + block, shared_up_scales + block, 0, STEPS, STEPS, ROWS, WARPS, STAGES, ROUND,
+            x_ptr + row.to(tl.int64) * x_stride, row < num_rows, shared_codes + tile.to(tl.int64) * (STEPS * 4096),
+            shared_scales + tile * (STEPS * 2), 0, STEPS, STEPS, ROWS, WARPS, STAGES, ROUND,
         )  # fmt: skip
         value = _activate(gate, up, limit)
         to = num_rows * PER_ROW + to_row
     else:
         expert, is_row, choice = _chosen_rows(item - shared_items, items_ptr, counts_ptr, lists_ptr, list_size, at)
-        begin = (expert.to(tl.int64) * (WIDTH // 16) + tile) * STEPS
+        begin = (expert.to(tl.int64) * TILES + tile) * STEPS
         gate, up = fp4_pair(
-            x_ptr + (choice // PER_ROW).to(tl.int64) * x_stride, is_row, gate_ptr + begin * 1024, up_ptr + begin * 1024,
-            gate_scales + begin * 16, up_scales + begin * 16, STEPS, ROWS, WARPS, STAGES, ROUND,
+            x_ptr + (choice // PER_ROW).to(tl.int64) * x_stride, is_row, codes_ptr + begin * 2048,
+            scales_ptr + begin * 128, STEPS, ROWS, WARPS, STAGES, ROUND,
         )  # fmt: skip
         _, is_out, to = _chosen_rows(item - shared_items, items_ptr, counts_ptr, lists_ptr, list_size, out_at)
         value = _activate(gate, up, limit) * tl.load(weights_ptr + to, mask=is_out, other=0.0)[None, :]
-    out = inner_ptr + to[None, :].to(tl.int64) * WIDTH + (tile * 16 + tl.arange(0, 16))[:, None]
+    out = inner_ptr + to[None, :].to(tl.int64) * (TILES * 16) + (tile * 16 + tl.arange(0, 16))[:, None]
     tl.store(out, value.to(inner_ptr.dtype.element_ty), mask=is_out[None, :])
 
 
 @triton.jit(do_not_specialize=["num_rows", "list_size", "shared_items"])
 def _down(
-    inner_ptr, down_ptr, down_scales, shared_down, shared_down_scales, items_ptr, counts_ptr, lists_ptr, parts_ptr,
+    inner_ptr, codes_ptr, scales_ptr, shared_codes, shared_scales, items_ptr, counts_ptr, lists_ptr, parts_ptr,
     num_rows, list_size, shared_items,
-    PER_ROW: tl.constexpr, SIZE: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr,
-    WARPS: tl.constexpr, STAGES: tl.constexpr, ROUND: tl.constexpr, PDL: tl.constexpr,
+    PER_ROW: tl.constexpr, PAIRS: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr, WARPS: tl.constexpr,
+    STAGES: tl.constexpr, ROUND: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     pair, item = tl.program_id(0), tl.program_id(1)
     at, out_at = tl.arange(0, WARPS * ROWS) % ROWS, tl.arange(0, ROWS)
+    if PDL:  # noqa: SIM102
+        if item < shared_items:
+            call_ahead(shared_codes + pair.to(tl.int64) * (STEPS * 4096), STEPS, WARPS)
     wait(PDL)
     if item >= shared_items + tl.load(counts_ptr):
         return
     if item < shared_items:
         row, to_row = item * ROWS + at, item * ROWS + out_at
         is_out = to_row < num_rows
-        first, scales = shared_down + (2 * pair).to(tl.int64) * (STEPS * 2048), shared_down_scales + pair // 4 * STEPS
         one, two = fp8_pair(
             inner_ptr + (num_rows * PER_ROW + row).to(tl.int64) * (STEPS * 128), row < num_rows,
-            first, first + STEPS * 2048, scales, scales, 0, STEPS, STEPS, ROWS, WARPS, STAGES, ROUND,
+            shared_codes + pair.to(tl.int64) * (STEPS * 4096), shared_scales + pair * (STEPS * 2), 0,
+            STEPS, STEPS, ROWS, WARPS, STAGES, ROUND,
         )  # fmt: skip
         to = PER_ROW * num_rows + to_row
     else:
         expert, is_row, choice = _chosen_rows(item - shared_items, items_ptr, counts_ptr, lists_ptr, list_size, at)
-        begin = (expert.to(tl.int64) * (SIZE // 16) + 2 * pair) * STEPS
-        first, scales = down_ptr + begin * 1024, down_scales + begin * 16
+        begin = (expert.to(tl.int64) * PAIRS + pair) * STEPS
         one, two = fp4_pair(
-            inner_ptr + choice.to(tl.int64) * (STEPS * 128), is_row, first, first + STEPS * 1024,
-            scales, scales + STEPS * 16, STEPS, ROWS, WARPS, STAGES, ROUND,
+            inner_ptr + choice.to(tl.int64) * (STEPS * 128), is_row, codes_ptr + begin * 2048, scales_ptr + begin * 128,
+            STEPS, ROWS, WARPS, STAGES, ROUND,
         )  # fmt: skip
         _, is_out, choice = _chosen_rows(item - shared_items, items_ptr, counts_ptr, lists_ptr, list_size, out_at)
         to = choice % PER_ROW * num_rows + choice // PER_ROW
-    out = parts_ptr + to[None, :].to(tl.int64) * SIZE + (pair * 32 + tl.arange(0, 16))[:, None]
+    out = parts_ptr + to[None, :].to(tl.int64) * (PAIRS * 32) + (pair * 32 + tl.arange(0, 16))[:, None]
     tl.store(out, one, mask=is_out[None, :])
     tl.store(out + 16, two, mask=is_out[None, :])
 
@@ -134,18 +138,16 @@ def launch_gate_up(
     plan: ExpertPlan | None = None,
 ) -> None:
     """inner [N * k + N, width] = what the down projections multiply: every choice's, then the shared expert's rows."""
-    rows, per_row = routing.weights.shape
-    experts, width, half = weights.gate.tiles.shape
-    plan, tile = plan or plan_of(2 * half), row_tile(rows)
-    shared_items, gate, up = -(-rows // tile), weights.shared_gate, weights.shared_up
+    (rows, per_row), experts, (both, size) = routing.weights.shape, weights.count, weights.shared_gate_up.shape
+    plan, tile, tiles = plan or plan_of(size), row_tile(rows), both // (2 * OUTS)
+    bank, shared, shared_items = weights.gate_up, weights.shared_gate_up, -(-rows // tile)
     launch(
-        _gate_up, (width // OUTS, shared_items + most_items(rows, per_row, experts)),
-        x, weights.gate.tiles, weights.up.tiles, weights.gate.scales, weights.up.scales,
-        gate.tiles, up.tiles, gate.scales, up.scales,
+        _gate_up, (tiles, shared_items + most_items(rows, per_row, experts)),
+        x, bank.tiles, bank.scales, shared.tiles, shared.scales,
         routing.items, routing.counts, routing.lists, routing.weights, inner,
         rows, routing.lists.shape[1], shared_items, x.stride(0), limit,
-        PER_ROW=per_row, WIDTH=width, STEPS=2 * half // STEP, ROWS=tile,
-        WARPS=plan.warps, STAGES=plan.stages, ROUND=is_rounded, num_warps=plan.warps, num_stages=plan.stages,
+        PER_ROW=per_row, TILES=tiles, STEPS=size // STEP, ROWS=tile, WARPS=plan.warps, STAGES=plan.stages,
+        ROUND=is_rounded, num_warps=plan.warps, num_stages=plan.stages,
     )  # fmt: skip
 
 
@@ -158,16 +160,15 @@ def launch_down(
     plan: ExpertPlan | None = None,
 ) -> None:
     """parts [k + 1, N, d] = every choice's output, experts ascending, then the shared one's."""
-    rows, per_row = routing.weights.shape
-    experts, size, half = weights.down.tiles.shape
-    plan, tile = plan or plan_of(2 * half), row_tile(rows)
-    shared_items = -(-rows // tile)
+    (rows, per_row), experts, (size, width) = routing.weights.shape, weights.count, weights.shared_down.shape
+    plan, tile, pairs = plan or plan_of(width), row_tile(rows), size // (2 * OUTS)
+    bank, shared, shared_items = weights.down, weights.shared_down, -(-rows // tile)
     launch(
-        _down, (size // (2 * OUTS), shared_items + most_items(rows, per_row, experts)),
-        inner, weights.down.tiles, weights.down.scales, weights.shared_down.tiles, weights.shared_down.scales,
+        _down, (pairs, shared_items + most_items(rows, per_row, experts)),
+        inner, bank.tiles, bank.scales, shared.tiles, shared.scales,
         routing.items, routing.counts, routing.lists, parts, rows, routing.lists.shape[1], shared_items,
-        PER_ROW=per_row, SIZE=size, STEPS=2 * half // STEP, ROWS=tile,
-        WARPS=plan.warps, STAGES=plan.stages, ROUND=is_rounded, num_warps=plan.warps, num_stages=plan.stages,
+        PER_ROW=per_row, PAIRS=pairs, STEPS=width // STEP, ROWS=tile, WARPS=plan.warps, STAGES=plan.stages,
+        ROUND=is_rounded, num_warps=plan.warps, num_stages=plan.stages,
     )  # fmt: skip
 
 

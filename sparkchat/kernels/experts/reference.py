@@ -6,11 +6,10 @@ import torch
 from torch import Tensor
 
 from sparkchat.kernels.experts.weights import TiledBank, TiledExperts
-from sparkchat.kernels.fp8 import TiledFp8
 from sparkchat.kernels.fp8.reference import rounded_e4m3
 from sparkchat.kernels.gate.routing import Routing
-from sparkchat.kernels.gemm.reference import dequantise
 from sparkchat.kernels.norm.reference import sum_of_parts
+from sparkchat.kernels.tiles.packing import taken_apart
 
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
@@ -30,12 +29,11 @@ def run_experts_reference(
 
     for expert in routing.chosen.unique().tolist():
         choices = (routing.chosen.flatten() == expert).nonzero().flatten()
-        value = activated(x[choices // per_row], *(dense_fp4(bank, expert) for bank in (weights.gate, weights.up)))
+        value = activated(x[choices // per_row], *taken_apart(dense_fp4(weights.gate_up, expert)))
         inner[choices] = (value * routing.weights.flatten()[choices, None]).to(inner.dtype)
         parts[choices % per_row, choices // per_row] = product(inner[choices], dense_fp4(weights.down, expert))
-    shared = [_dense_fp8(weight) for weight in (weights.shared_gate, weights.shared_up, weights.shared_down)]
-    inner[rows * per_row :] = activated(x, shared[0], shared[1]).to(inner.dtype)
-    parts[per_row] = product(inner[rows * per_row :], shared[2])
+    inner[rows * per_row :] = activated(x, *taken_apart(weights.shared_gate_up.dense())).to(inner.dtype)
+    parts[per_row] = product(inner[rows * per_row :], weights.shared_down.dense())
 
 
 def add_parts_reference(parts: Tensor, out: Tensor) -> None:
@@ -50,7 +48,3 @@ def dense_fp4(bank: TiledBank, expert: int) -> Tensor:
     codes = torch.stack([values[raw & 15], values[raw >> 4]], dim=-1).flatten(-2)
     scales = torch.exp2(bank.block_scales(expert).float() - 127)
     return (codes.unflatten(-1, (-1, 32)) * scales[..., None]).flatten(-2)
-
-
-def _dense_fp8(weight: TiledFp8) -> Tensor:
-    return dequantise(weight.codes(), weight.scales)

@@ -11,7 +11,9 @@ from sparkchat.kernels.fp8 import TiledFp8
 from sparkchat.kernels.tiles.packing import (
     FP4_BLOCK,
     MOST_FP4_SCALE,
+    STEP,
     fits,
+    interleaved,
     pack_fp4,
     pack_fp4_scales,
     unpack_fp4,
@@ -26,9 +28,9 @@ class TiledBank:
     """The same projection of all experts, 4 bits a code (kernels/tiles/packing.py)."""
 
     tiles: Tensor
-    """[E, out, in/2] int8"""
+    """[E, out/32, in/128, 2, 1024] int8"""
     scales: Tensor
-    """[E, out/16, in/128, 16] int32"""
+    """[E, out/32, in/128, 2, 16, 4] uint8"""
 
     @classmethod
     def in_place(cls, codes: Tensor, scales: Tensor) -> TiledBank:
@@ -36,9 +38,27 @@ class TiledBank:
 
         Some experts at a time, so that no second copy of the bank is ever in memory.
         """
-        for some in codes.split(_AT_ONCE):
-            some.copy_(pack_fp4(some))
-        return cls(codes, pack_fp4_scales(scales))
+        count, out, width = codes.shape
+        tiles = codes.view(count, out // 32, width // 64, 2, 1024)
+        for some, plain in zip(tiles.split(_AT_ONCE), codes.split(_AT_ONCE), strict=True):
+            some.copy_(pack_fp4(plain))
+        return cls(tiles, pack_fp4_scales(scales))
+
+    @classmethod
+    def of_two(cls, first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> TiledBank:
+        """Codes and scales of two banks of one shape, whose tiles come in pairs: those of gate and up."""
+        count, out, width = first[0].shape
+        tiles = first[0].new_empty((count, out // 16, width // 64, 2, 1024))
+        cut = [tiles.split(_AT_ONCE), first[0].split(_AT_ONCE), second[0].split(_AT_ONCE)]
+        for some, one, two in zip(*cut, strict=True):
+            some.copy_(pack_fp4(interleaved(one, two)))
+        return cls(tiles, pack_fp4_scales(interleaved(first[1], second[1])))
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Experts, outputs, inputs"""
+        count, pairs, steps = self.tiles.shape[:3]
+        return count, pairs * 32, steps * STEP
 
     def codes(self, expert: int) -> Tensor:
         """[out, in/2] int8 as published"""
@@ -60,27 +80,35 @@ def takes(codes: Tensor, scales: Tensor, block: tuple[int, int]) -> bool:
 class TiledExperts:
     """A layer's experts; this rank's part of their width."""
 
-    gate: TiledBank
-    up: TiledBank
-    """[E, width, d]"""
+    gate_up: TiledBank
+    """E times [2 width, d], in turn 16 outputs of gate and of up"""
     down: TiledBank
-    """[E, d, width]"""
-    shared_gate: TiledFp8
-    shared_up: TiledFp8
-    """[width, d]"""
+    """E times [d, width]"""
+    shared_gate_up: TiledFp8
+    """[2 width, d], in the same order"""
     shared_down: TiledFp8
     """[d, width]"""
 
     def __post_init__(self) -> None:
-        width, size = self.shared_gate.shape
-        experts = self.gate.tiles.shape[0]
+        size, width = self.shared_down.shape
         wanted = {
-            "gate": (self.gate.tiles.shape, (experts, width, size // 2)),
-            "up": (self.up.tiles.shape, (experts, width, size // 2)),
-            "down": (self.down.tiles.shape, (experts, size, width // 2)),
-            "shared_up": (self.shared_up.shape, (width, size)),
-            "shared_down": (self.shared_down.shape, (size, width)),
+            "gate_up": (self.gate_up.shape, (self.count, 2 * width, size)),
+            "down": (self.down.shape, (self.count, size, width)),
+            "shared_gate_up": (self.shared_gate_up.shape, (2 * width, size)),
         }
         for name, (got, want) in wanted.items():
-            if tuple(got) != want:
-                raise ValueError(f"{name} of the experts is {tuple(got)}, not {want}")
+            if got != want:
+                raise ValueError(f"{name} of the experts is {got}, not {want}")
+
+    @property
+    def count(self) -> int:
+        return self.gate_up.shape[0]
+
+    @property
+    def size(self) -> int:
+        """d"""
+        return self.shared_down.shape[0]
+
+    @property
+    def width(self) -> int:
+        return self.shared_down.shape[1]

@@ -2,49 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-import torch
 from torch import Tensor
 
-from sparkchat.kernels.fp8.plan import plan_of
 from sparkchat.kernels.fp8.reference import fp8_linear_reference
-from sparkchat.kernels.tiles.packing import FP8_BLOCK, fits, pack_fp8, unpack_fp8
+from sparkchat.kernels.fp8.weights import TiledFp8, takes
 
-
-@dataclass(frozen=True)
-class TiledFp8:
-    """A weight [out, in] in the order of tiles (kernels/tiles/packing.py)."""
-
-    tiles: Tensor
-    """[out, in] int8"""
-    scales: Tensor
-    """[ceil(out/128), in/128] float32"""
-
-    @classmethod
-    def of(cls, codes: Tensor, scales: Tensor) -> TiledFp8:
-        """codes [out, in] float8_e4m3fn, scales [ceil(out/128), ceil(in/128)] float32.
-
-        Raises ValueError where the weight does not lie in tiles (``takes``).
-        """
-        return cls(pack_fp8(codes), scales.float().contiguous())
-
-    @property
-    def shape(self) -> torch.Size:
-        return self.tiles.shape
-
-    def codes(self) -> Tensor:
-        """[out, in] float8_e4m3fn as they are stored."""
-        return unpack_fp8(self.tiles)
-
-    def splits(self) -> int:
-        """Parts of the inputs that ``fp8_linear`` sums apart where it may."""
-        return plan_of(*self.tiles.shape).splits
-
-
-def takes(codes: Tensor, block: tuple[int, int]) -> bool:
-    """Whether ``TiledFp8`` can hold a weight of these codes, with a scale to each ``block`` of outputs and inputs."""
-    return codes.dtype == torch.float8_e4m3fn and codes.dim() == 2 and block == FP8_BLOCK and fits(*codes.shape)
+__all__ = ["TiledFp8", "fp8_linear", "takes"]
 
 
 def fp8_linear(x: Tensor, weight: TiledFp8, out: Tensor, *, groups: int = 1, is_rounded: bool = False) -> None:
@@ -64,8 +27,8 @@ def fp8_linear(x: Tensor, weight: TiledFp8, out: Tensor, *, groups: int = 1, is_
     if x.stride(1) != 1 or out.stride(-1) != 1:
         raise ValueError("numbers of a row must lie side by side")
     if not x.is_cuda:
-        fp8_linear_reference(x, weight.codes(), weight.scales, out, groups, is_rounded)
+        fp8_linear_reference(x, weight, out, groups, is_rounded)
         return
     from sparkchat.kernels.fp8.kernel import launch_fp8_linear
 
-    launch_fp8_linear(x, weight.tiles, weight.scales, out, groups, is_rounded, out.dim() == 3)
+    launch_fp8_linear(x, weight, out, groups, is_rounded)

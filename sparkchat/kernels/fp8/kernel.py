@@ -7,27 +7,29 @@ import triton.language as tl
 from torch import Tensor
 
 from sparkchat.kernels.fp8.plan import Fp8Plan, plan_of, row_tile
+from sparkchat.kernels.fp8.weights import TiledFp8
 from sparkchat.kernels.launch import launch, wait
 from sparkchat.kernels.tiles.packing import OUTS, STEP
-from sparkchat.kernels.tiles.product import fp8_pair
+from sparkchat.kernels.tiles.product import call_ahead, fp8_pair
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _fp8_linear(
-    x_ptr, w_ptr, scales_ptr, out_ptr, num_rows, x_stride, out_stride, part_stride, outs_of_group,
+    x_ptr, codes_ptr, scales_ptr, out_ptr, num_rows, x_stride, out_stride, part_stride, outs_of_group,
     STEPS: tl.constexpr, PART: tl.constexpr, ROWS: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr,
     ROUND: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     pair, part = tl.program_id(0), tl.program_id(1)
     first_row = tl.program_id(2) * ROWS
-    first = w_ptr + (2 * pair).to(tl.int64) * (STEPS * 2048)
-    scales = scales_ptr + pair * 32 // 128 * STEPS
+    codes = codes_ptr + pair.to(tl.int64) * (STEPS * 4096)
+    if PDL:
+        call_ahead(codes + part * (PART * 4096), PART, WARPS)
     wait(PDL)
     row = first_row + tl.arange(0, WARPS * ROWS) % ROWS
     group = pair * 32 // outs_of_group
     x_rows = x_ptr + row.to(tl.int64) * x_stride + group * (STEPS * 128)
     one, two = fp8_pair(
-        x_rows, row < num_rows, first, first + STEPS * 2048, scales, scales, part * PART,
+        x_rows, row < num_rows, codes, scales_ptr + pair * (STEPS * 2), part * PART,
         STEPS, PART, ROWS, WARPS, STAGES, ROUND,
     )  # fmt: skip
     out = pair * 32 + tl.arange(0, 16)
@@ -39,21 +41,14 @@ def _fp8_linear(
 
 
 def launch_fp8_linear(
-    x: Tensor,
-    tiles: Tensor,
-    scales: Tensor,
-    out: Tensor,
-    groups: int,
-    is_rounded: bool,
-    is_parts: bool,
-    plan: Fp8Plan | None = None,
+    x: Tensor, weight: TiledFp8, out: Tensor, groups: int, is_rounded: bool, plan: Fp8Plan | None = None
 ) -> None:
     """See ``fp8_linear``. ``plan`` stands in for the usual one, for measuring."""
-    (outs, size), count = tiles.shape, x.shape[0]
+    (outs, size), count, is_parts = weight.shape, x.shape[0], out.dim() == 3
     plan, rows = plan or plan_of(outs, size, is_parts), row_tile(count)
     launch(
         _fp8_linear, (outs // (2 * OUTS), plan.splits, -(-count // rows)),
-        x, tiles, scales, out, count, x.stride(0), out.stride(-2), out.stride(0) if is_parts else 0, outs // groups,
-        STEPS=size // STEP, PART=plan.part(size), ROWS=rows, WARPS=plan.warps, STAGES=plan.stages, ROUND=is_rounded,
-        num_warps=plan.warps, num_stages=plan.stages,
+        x, weight.tiles, weight.scales, out, count, x.stride(0), out.stride(-2), out.stride(0) if is_parts else 0,
+        outs // groups, STEPS=size // STEP, PART=plan.part(size), ROWS=rows, WARPS=plan.warps, STAGES=plan.stages,
+        ROUND=is_rounded, num_warps=plan.warps, num_stages=plan.stages,
     )  # fmt: skip

@@ -6,15 +6,15 @@ import torch
 from torch import Tensor
 
 from sparkchat.kernels.fp8.plan import plan_of
-from sparkchat.kernels.gemm.reference import dequantise
+from sparkchat.kernels.fp8.weights import TiledFp8
 from sparkchat.kernels.tiles.packing import STEP
 
 _LEAST, _MOST = 1e-4, 448.0
 
 
-def fp8_linear_reference(x: Tensor, codes: Tensor, scales: Tensor, out: Tensor, groups: int, is_rounded: bool) -> None:
+def fp8_linear_reference(x: Tensor, weight: TiledFp8, out: Tensor, groups: int, is_rounded: bool) -> None:
     """See ``fp8_linear``. Computes in float32."""
-    (outs, size), values = codes.shape, dequantise(codes, scales)
+    (outs, size), values = weight.shape, weight.dense()
     plan = plan_of(outs, size, out.dim() == 3)
     width = plan.part(size) * STEP
     rows = (rounded_e4m3(x) if is_rounded else x).float().unflatten(1, (groups, size))

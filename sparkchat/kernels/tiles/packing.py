@@ -13,7 +13,11 @@ magnitudes: bits 15 to 12 are the signs of codes 0, 2, 3, 1 and bits 11 to 0 the
 and 1 become a bfloat16's sign and exponent by one shift and one mask, the others by two (``EXPAND_FP4``).
 A word of 4 fp8 codes has codes 0 2 1 3 in bytes 0 to 3, so that a pair lies in matching places of the two halves.
 
-Scales of fp4: [tile of outputs][step of 128 inputs][output 16] words of four bytes, one for each 32 inputs.
+Two tiles lie side by side, step by step, so that a program reads one stream:
+
+    codes          [out/32 pairs][in/128 steps][2 tiles][1024 bytes of fp4, 2048 of fp8] int8
+    scales of fp4  [pairs][steps][2 tiles][16 outputs][4 blocks of 32 inputs] uint8
+    scales of fp8  [pairs][steps][2 tiles] float32
 """
 
 from __future__ import annotations
@@ -33,7 +37,7 @@ _SIGNS, _MAGNITUDES = (15, 12, 14, 13), (6, 3, 0, 9)
 
 
 def pack_fp4(codes: Tensor) -> Tensor:
-    """codes [..., out, in/2] int8 as published (even input in the low four bits) -> the same shape, as above."""
+    """codes [..., out, in/2] int8 as published (even input in the low four bits) -> [..., pairs, steps, 2, 1024]"""
     *lead, out, width = codes.shape
     _check(out, 2 * width)
     raw = codes.view(torch.uint8).to(torch.int32)
@@ -43,52 +47,69 @@ def pack_fp4(codes: Tensor) -> Tensor:
         for half in range(2):
             value = nibbles[..., 2 * code + half]
             halves[..., half] |= (value >> 3) << _SIGNS[code] | (value & 7) << _MAGNITUDES[code]
-    words = torch.stack([halves & 255, halves >> 8], dim=-1).to(torch.uint8).flatten(-2)
-    # [..., tile, half, g, 64 inputs, 32 inputs, t, byte]
-    tiled = words.flatten(-2).unflatten(-1, (-1, 2, 4, 4)).unflatten(-5, (-1, 2, 8))
-    return tiled.movedim((-7, -4, -5, -2, -6, -3, -1), _last(7)).reshape(codes.shape).view(torch.int8).contiguous()
+    words = torch.stack([halves & 255, halves >> 8], dim=-1).to(torch.uint8)
+    # [..., pair, tile, output half, g, step, 64 inputs, 32 inputs, t, byte]
+    rows = words.reshape(*lead, out // 32, 2, 2, 8, width // 64, 2, 2, 4, 4)
+    return _moved(rows, _FP4_ORDER).flatten(-6).view(torch.int8)
 
 
 def unpack_fp4(tiles: Tensor) -> Tensor:
     """What ``pack_fp4`` was given."""
-    *lead, out, width = tiles.shape
-    tiled = tiles.view(torch.uint8).reshape(*lead, out // OUTS, width // 32, 8, 4, 2, 2, 4)
-    rows = tiled.movedim(_last(7), (-7, -4, -5, -2, -6, -3, -1)).reshape(*lead, out, width // 4, 2, 2).to(torch.int32)
+    *lead, pairs, steps, _, _ = tiles.shape
+    tiled = tiles.view(torch.uint8).reshape(*lead, pairs, steps, 2, 2, 8, 4, 2, 2, 4)
+    rows = _moved_back(tiled, _FP4_ORDER).reshape(*lead, pairs * 32, steps * 16, 2, 2).to(torch.int32)
     halves = rows[..., 0] | rows[..., 1] << 8
-    nibbles = torch.zeros((*lead, out, width // 4, 4, 2), dtype=torch.int32, device=tiles.device)
+    nibbles = torch.zeros((*lead, pairs * 32, steps * 16, 4, 2), dtype=torch.int32, device=tiles.device)
     for code in range(4):
         nibbles[..., code, :] = (halves >> _SIGNS[code] & 1) << 3 | halves >> _MAGNITUDES[code] & 7
     # Input 2i is code i of half 0, input 2i + 1 of half 1: the low and the high four bits of byte i.
-    return (nibbles[..., 0] | nibbles[..., 1] << 4).to(torch.uint8).reshape(tiles.shape).view(torch.int8)
+    return (nibbles[..., 0] | nibbles[..., 1] << 4).to(torch.uint8).flatten(-2).view(torch.int8)
 
 
 def pack_fp4_scales(scales: Tensor) -> Tensor:
-    """scales [..., out, in/32] uint8 -> [..., out/16, in/128, 16] int32"""
+    """scales [..., out, in/32] uint8 -> [..., pairs, steps, 2, 16, 4]"""
     *lead, out, width = scales.shape
-    tiled = scales.reshape(*lead, out // OUTS, OUTS, width // 4, 4).transpose(-3, -2)
-    return tiled.contiguous().view(torch.int32).squeeze(-1)
+    return scales.reshape(*lead, out // 32, 2, OUTS, width // 4, 4).movedim(-2, -4).contiguous()
 
 
 def unpack_fp4_scales(tiles: Tensor) -> Tensor:
     """What ``pack_fp4_scales`` was given."""
-    *lead, count, steps, outs = tiles.shape
-    return tiles.unsqueeze(-1).view(torch.uint8).transpose(-3, -2).reshape(*lead, count * outs, steps * 4)
+    *lead, pairs, steps, _, _, _ = tiles.shape
+    return tiles.movedim(-4, -2).reshape(*lead, pairs * 32, steps * 4)
 
 
 def pack_fp8(codes: Tensor) -> Tensor:
-    """codes [..., out, in] float8_e4m3fn -> int8 of the same shape, as above."""
-    _check(codes.shape[-2], codes.shape[-1])
-    # [..., tile, half, g, 32 inputs, t, 4 inputs, pair, in pair]
-    tiled = codes.view(torch.int8).unflatten(-1, (-1, 4, 2, 2, 2)).unflatten(-6, (-1, 2, 8))
-    return tiled.movedim((-8, -5, -6, -4, -7, -3, -1, -2), _last(8)).reshape(codes.shape).contiguous()
+    """codes [..., out, in] float8_e4m3fn -> [..., pairs, steps, 2, 2048] int8"""
+    *lead, out, size = codes.shape
+    _check(out, size)
+    # [..., pair, tile, output half, g, step, 32 inputs, t, 4 inputs, pair, in pair]
+    rows = codes.view(torch.int8).reshape(*lead, out // 32, 2, 2, 8, size // STEP, 4, 4, 2, 2, 2)
+    return _moved(rows, _FP8_ORDER).flatten(-7)
 
 
 def unpack_fp8(tiles: Tensor) -> Tensor:
     """What ``pack_fp8`` was given."""
-    *lead, out, width = tiles.shape
-    tiled = tiles.reshape(*lead, out // OUTS, width // 32, 8, 4, 2, 2, 2, 2)
-    rows = tiled.movedim(_last(8), (-8, -5, -6, -4, -7, -3, -1, -2))
-    return rows.reshape(tiles.shape).contiguous().view(torch.float8_e4m3fn)
+    *lead, pairs, steps, _, _ = tiles.shape
+    rows = _moved_back(tiles.reshape(*lead, pairs, steps, 2, 4, 8, 4, 2, 2, 2, 2), _FP8_ORDER)
+    return rows.reshape(*lead, pairs * 32, steps * STEP).contiguous().view(torch.float8_e4m3fn)
+
+
+def pack_fp8_scales(scales: Tensor, out: int) -> Tensor:
+    """scales [ceil(out/128), in/128] float32 of a weight of ``out`` outputs -> [pairs, steps, 2]"""
+    tiles = scales.repeat_interleave(FP8_BLOCK[0] // OUTS, dim=0)[: out // OUTS]
+    return tiles.unflatten(0, (-1, 2)).transpose(1, 2).contiguous()
+
+
+def interleaved(first: Tensor, second: Tensor) -> Tensor:
+    """Two weights [..., out, n] as one [..., 2 out, n] whose pairs of tiles are one of each."""
+    cut = [weight.unflatten(-2, (-1, OUTS)) for weight in (first, second)]
+    return torch.stack(cut, dim=-3).flatten(-4, -2)
+
+
+def taken_apart(both: Tensor) -> tuple[Tensor, Tensor]:
+    """What ``interleaved`` was given."""
+    cut = both.unflatten(-2, (-1, 2, OUTS))
+    return cut.select(-3, 0).flatten(-3, -2), cut.select(-3, 1).flatten(-3, -2)
 
 
 def fits(out: int, size: int) -> bool:
@@ -96,8 +117,19 @@ def fits(out: int, size: int) -> bool:
     return out % (2 * OUTS) == 0 and size % STEP == 0
 
 
-def _last(count: int) -> tuple[int, ...]:
-    return tuple(range(-count, 0))
+_FP4_ORDER = (0, 4, 1, 5, 3, 7, 2, 6, 8)
+_FP8_ORDER = (0, 4, 1, 5, 3, 6, 2, 7, 9, 8)
+"""Which of the dimensions of rows come first in memory."""
+
+
+def _moved(rows: Tensor, order: tuple[int, ...]) -> Tensor:
+    lead = rows.dim() - len(order)
+    return rows.permute(*range(lead), *(lead + at for at in order)).contiguous()
+
+
+def _moved_back(tiled: Tensor, order: tuple[int, ...]) -> Tensor:
+    lead = tiled.dim() - len(order)
+    return tiled.permute(*range(lead), *(lead + order.index(at) for at in range(len(order))))
 
 
 def _check(out: int, size: int) -> None:

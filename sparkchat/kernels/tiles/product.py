@@ -17,6 +17,8 @@ import os
 import triton
 import triton.language as tl
 
+from sparkchat.kernels.launch import prefetch
+
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 """The interpreter has no assembly; there the same bits are taken apart by Triton's operations."""
 
@@ -73,9 +75,9 @@ def _taken_apart(word, PART: tl.constexpr, WARPS: tl.constexpr):
 
 
 @triton.jit
-def _expand_fp4(words, scales, GROUP: tl.constexpr, WARPS: tl.constexpr, TYPE: tl.constexpr):
-    """words [W, 16, 16] bytes of one group of 32 inputs, scales [W, 16] int32 of four groups -> two [W, 16, 16]"""
-    scale = (scales >> (8 * GROUP)) & 255
+def _expand_fp4(words, scale, WARPS: tl.constexpr, TYPE: tl.constexpr):
+    """words [W, 16, 16] bytes of 32 inputs, scale [W, 16] bytes -> two [W, 16, 16]"""
+    scale = scale.to(tl.int32) & 255
     if INTERPRETED:
         byte = tl.arange(0, 4)
         quads = tl.reshape(words, (WARPS, 16, 4, 4)).to(tl.int32) & 255
@@ -106,20 +108,9 @@ def _expand_fp8(words, WARPS: tl.constexpr, TYPE: tl.constexpr):
 
 
 @triton.jit
-def _fp4_groups(tiles, WARPS: tl.constexpr):
-    """[W, 1024] bytes of a step -> four [W, 16, 16], one for each 32 inputs"""
-    tiles = tl.permute(tl.reshape(tiles, (WARPS, 2, 8, 4, 2, 2, 4)), (0, 4, 2, 3, 6, 5, 1))
-    first, second = tl.split(tl.reshape(tiles, (WARPS, 16, 16, 2, 2)))
-    a, b = tl.split(first)
-    c, d = tl.split(second)
-    return a, b, c, d
-
-
-@triton.jit
-def _fp8_groups(tiles, WARPS: tl.constexpr):
-    """[W, 2048] bytes of a step -> eight [W, 16, 16], one for each 16 inputs, in the order of ``_row_groups``"""
-    tiles = tl.permute(tl.reshape(tiles, (WARPS, 2, 2, 8, 4, 2, 2, 4)), (0, 5, 3, 4, 7, 6, 2, 1))
-    first, second = tl.split(tl.reshape(tiles, (WARPS, 16, 16, 2, 2, 2)))
+def _eighths(x):
+    """x [..., 2, 2, 2] -> the eight [...], the last dimension counting most"""
+    first, second = tl.split(x)
     ab, cd = tl.split(first)
     ef, gh = tl.split(second)
     a, b = tl.split(ab)
@@ -127,20 +118,35 @@ def _fp8_groups(tiles, WARPS: tl.constexpr):
     e, f = tl.split(ef)
     g, h = tl.split(gh)
     return a, b, c, d, e, f, g, h
+
+
+@triton.jit
+def _fp4_groups(codes, WARPS: tl.constexpr):
+    """[W, 2048] bytes of a step -> eight [W, 16, 16], of either tile one for each 32 inputs"""
+    codes = tl.permute(tl.reshape(codes, (WARPS, 2, 2, 8, 4, 2, 2, 4)), (0, 5, 3, 4, 7, 6, 2, 1))
+    return _eighths(tl.reshape(codes, (WARPS, 16, 16, 2, 2, 2)))
+
+
+@triton.jit
+def _fp4_scales(scales, WARPS: tl.constexpr):
+    """[W, 128] bytes of a step -> eight [W, 16], in the order of ``_fp4_groups``"""
+    scales = tl.permute(tl.reshape(scales, (WARPS, 2, 16, 2, 2)), (0, 2, 4, 3, 1))
+    return _eighths(scales)
+
+
+@triton.jit
+def _fp8_groups(codes, WARPS: tl.constexpr):
+    """[W, 4096] bytes of a step -> of either tile eight [W, 16, 16], one for each 16 inputs, as ``_row_groups``"""
+    codes = tl.permute(tl.reshape(codes, (WARPS, 2, 2, 2, 8, 4, 2, 2, 4)), (0, 6, 4, 5, 8, 7, 3, 2, 1))
+    first, second = tl.split(tl.reshape(codes, (WARPS, 16, 16, 2, 2, 2, 2)))
+    return _eighths(first), _eighths(second)
 
 
 @triton.jit
 def _row_groups(x, WARPS: tl.constexpr, ROWS: tl.constexpr):
     """x [W * R, 128] -> eight [W, 16, R]: of each 32 inputs those that are first and second among a lane's eight"""
     x = tl.permute(tl.reshape(x, (WARPS, ROWS, 2, 2, 4, 2, 4)), (0, 4, 6, 1, 5, 3, 2))
-    first, second = tl.split(tl.reshape(x, (WARPS, 16, ROWS, 2, 2, 2)))
-    ab, cd = tl.split(first)
-    ef, gh = tl.split(second)
-    a, b = tl.split(ab)
-    c, d = tl.split(cd)
-    e, f = tl.split(ef)
-    g, h = tl.split(gh)
-    return a, b, c, d, e, f, g, h
+    return _eighths(tl.reshape(x, (WARPS, 16, ROWS, 2, 2, 2)))
 
 
 @triton.jit
@@ -162,6 +168,13 @@ def round_e4m3(x):
 
 
 @triton.jit
+def call_ahead(codes, STEPS: tl.constexpr, WARPS: tl.constexpr):
+    """Call the fp8 codes of STEPS steps into L2, or of the first WARPS where STEPS is no power of two."""
+    COUNT: tl.constexpr = STEPS if (STEPS & (STEPS - 1)) == 0 else WARPS
+    prefetch(codes + tl.arange(0, COUNT) * 4096, 4096)
+
+
+@triton.jit
 def _load(at, mask, WHOLE: tl.constexpr):
     if WHOLE:
         return tl.load(at, eviction_policy="evict_first")
@@ -171,36 +184,33 @@ def _load(at, mask, WHOLE: tl.constexpr):
 
 @triton.jit
 def fp4_pair(
-    x_rows, is_row, first, second, first_scales, second_scales, STEPS: tl.constexpr, ROWS: tl.constexpr,
-    WARPS: tl.constexpr, STAGES: tl.constexpr, ROUND: tl.constexpr,
+    x_rows, is_row, codes, scales, STEPS: tl.constexpr, ROWS: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr,
+    ROUND: tl.constexpr,
 ):  # fmt: skip
-    """x_rows [W * R] pointers to rows (row n of warp w at w * R + n), is_row [W * R]; pointers to two tiles of outputs
-    and their scales -> two sums [16, R] float32"""
+    """x_rows [W * R] pointers to rows (row n of warp w at w * R + n), is_row [W * R]; pointers to the codes and scales
+    of a pair of tiles -> two sums [16, R] float32"""
     TYPE: tl.constexpr = x_rows.dtype.element_ty
     warp = tl.arange(0, WARPS)
     x_warp = tl.arange(0, WARPS * ROWS) // ROWS
     x_at = (x_rows + x_warp * 128)[:, None] + tl.arange(0, 128)[None, :]
-    tile_at = warp[:, None] * 1024 + tl.arange(0, 1024)[None, :]
-    scale_at = warp[:, None] * 16 + tl.arange(0, 16)[None, :]
+    codes_at = codes + warp[:, None] * 2048 + tl.arange(0, 2048)[None, :]
+    scales_at = scales + warp[:, None] * 128 + tl.arange(0, 128)[None, :]
     one = tl.zeros((WARPS, 16, ROWS), tl.float32)
     two = tl.zeros((WARPS, 16, ROWS), tl.float32)
     WHOLE: tl.constexpr = STEPS % WARPS == 0
     for step in tl.range(0, STEPS, WARPS, num_stages=STAGES):
         is_step = (step + warp < STEPS)[:, None]
-        a = _load(first + step * 1024 + tile_at, is_step, WHOLE)
-        b = _load(second + step * 1024 + tile_at, is_step, WHOLE)
-        a_scales = _load(first_scales + step * 16 + scale_at, is_step, WHOLE)
-        b_scales = _load(second_scales + step * 16 + scale_at, is_step, WHOLE)
+        words = _fp4_groups(_load(codes_at + step * 2048, is_step, WHOLE), WARPS)
+        factors = _fp4_scales(_load(scales_at + step * 128, is_step, WHOLE), WARPS)
         x = tl.load(x_at + step * 128, mask=(is_row & (step + x_warp < STEPS))[:, None], other=0.0)
         if ROUND:
             x = round_e4m3(x)
         groups = _row_groups(x, WARPS, ROWS)
-        a_groups, b_groups = _fp4_groups(a, WARPS), _fp4_groups(b, WARPS)
         for group in tl.static_range(4):
-            low, high = _expand_fp4(a_groups[group], a_scales, group, WARPS, TYPE)
+            low, high = _expand_fp4(words[group], factors[group], WARPS, TYPE)
             one = tl.dot(low, groups[2 * group], one, input_precision="ieee")
             one = tl.dot(high, groups[2 * group + 1], one, input_precision="ieee")
-            low, high = _expand_fp4(b_groups[group], b_scales, group, WARPS, TYPE)
+            low, high = _expand_fp4(words[4 + group], factors[4 + group], WARPS, TYPE)
             two = tl.dot(low, groups[2 * group], two, input_precision="ieee")
             two = tl.dot(high, groups[2 * group + 1], two, input_precision="ieee")
     return tl.sum(one, axis=0), tl.sum(two, axis=0)
@@ -208,36 +218,35 @@ def fp4_pair(
 
 @triton.jit
 def fp8_pair(
-    x_rows, is_row, first, second, first_scales, second_scales, begin, STEPS: tl.constexpr, PART: tl.constexpr,
-    ROWS: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr, ROUND: tl.constexpr,
+    x_rows, is_row, codes, scales, begin, STEPS: tl.constexpr, PART: tl.constexpr, ROWS: tl.constexpr,
+    WARPS: tl.constexpr, STAGES: tl.constexpr, ROUND: tl.constexpr,
 ):  # fmt: skip
-    """As ``fp4_pair``, over the PART steps from ``begin`` on; scales [STEPS] float32, one for each step."""
+    """As ``fp4_pair``, over the PART steps from ``begin`` on."""
     TYPE: tl.constexpr = x_rows.dtype.element_ty
     warp = tl.arange(0, WARPS)
     x_warp = tl.arange(0, WARPS * ROWS) // ROWS
     x_at = (x_rows + x_warp * 128)[:, None] + tl.arange(0, 128)[None, :]
-    tile_at = warp[:, None] * 2048 + tl.arange(0, 2048)[None, :]
+    codes_at = codes + warp[:, None] * 4096 + tl.arange(0, 4096)[None, :]
     one = tl.zeros((WARPS, 16, ROWS), tl.float32)
     two = tl.zeros((WARPS, 16, ROWS), tl.float32)
     WHOLE: tl.constexpr = STEPS % PART == 0 and PART % WARPS == 0
     for ahead in tl.range(0, PART, WARPS, num_stages=STAGES):
         step = begin + ahead
         is_step = (step + warp < STEPS) & (ahead + warp < PART)
-        a = _load(first + step * 2048 + tile_at, is_step[:, None], WHOLE)
-        b = _load(second + step * 2048 + tile_at, is_step[:, None], WHOLE)
-        a_scale = _load(first_scales + step + warp, is_step, WHOLE)
-        b_scale = _load(second_scales + step + warp, is_step, WHOLE)
+        one_words, two_words = _fp8_groups(_load(codes_at + step * 4096, is_step[:, None], WHOLE), WARPS)
+        one_scale = _load(scales + 2 * (step + warp), is_step, WHOLE)
+        two_scale = _load(scales + 2 * (step + warp) + 1, is_step, WHOLE)
         is_x = is_row & (step + x_warp < STEPS) & (ahead + x_warp < PART)
         x = tl.load(x_at + step * 128, mask=is_x[:, None], other=0.0)
         if ROUND:
             x = round_e4m3(x)
         groups = _row_groups(x, WARPS, ROWS)
-        a_groups, b_groups = _fp8_groups(a, WARPS), _fp8_groups(b, WARPS)
-        a_sum = tl.zeros((WARPS, 16, ROWS), tl.float32)
-        b_sum = tl.zeros((WARPS, 16, ROWS), tl.float32)
+        one_sum = tl.zeros((WARPS, 16, ROWS), tl.float32)
+        two_sum = tl.zeros((WARPS, 16, ROWS), tl.float32)
         for group in tl.static_range(8):
-            a_sum = tl.dot(_expand_fp8(a_groups[group], WARPS, TYPE), groups[group], a_sum, input_precision="ieee")
-            b_sum = tl.dot(_expand_fp8(b_groups[group], WARPS, TYPE), groups[group], b_sum, input_precision="ieee")
-        one += a_sum * a_scale[:, None, None]
-        two += b_sum * b_scale[:, None, None]
+            one_code, two_code = _expand_fp8(one_words[group], WARPS, TYPE), _expand_fp8(two_words[group], WARPS, TYPE)
+            one_sum = tl.dot(one_code, groups[group], one_sum, input_precision="ieee")
+            two_sum = tl.dot(two_code, groups[group], two_sum, input_precision="ieee")
+        one += one_sum * one_scale[:, None, None]
+        two += two_sum * two_scale[:, None, None]
     return tl.sum(one, axis=0), tl.sum(two, axis=0)

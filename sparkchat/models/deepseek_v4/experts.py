@@ -9,12 +9,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparkchat.kernels.experts import ExpertBuffers, TiledExperts, add_parts, run_experts
+from sparkchat.kernels.experts import ExpertBuffers, TiledBank, TiledExperts, add_parts, run_experts
+from sparkchat.kernels.fp8 import TiledFp8
 from sparkchat.models.deepseek_v4.activation import silu
 from sparkchat.models.deepseek_v4.config import DeepseekV4Config
 from sparkchat.models.deepseek_v4.formats import Stored
 from sparkchat.models.deepseek_v4.gate import Gate
-from sparkchat.models.deepseek_v4.packed import WeightBank, tiled
+from sparkchat.models.deepseek_v4.packed import WeightBank, fp8_parts, lies_in_tiles
 from sparkchat.models.deepseek_v4.scope import Scope
 from sparkchat.models.linear import Linear
 
@@ -76,14 +77,29 @@ class ExpertMixture:
         mix = self.mix if asks_host else self.mix_of_all
         return self._group.sum(mix(x, weights, chosen) + self._shared(x)).to(x.dtype)
 
+    def own_part(self, x: Tensor, token_ids: Tensor, may_be_parts: bool) -> Tensor:
+        """This rank's part of the sum [N, d] float32, or parts of that [P, N, d] to be added in order; nothing is asked
+        of the host."""
+        if self._tiles is None:
+            weights, chosen = self.gate(x, token_ids)
+            return self.mix_of_all(x, weights, chosen) + self._shared(x)
+        if may_be_parts and x.shape[0] <= MOST:
+            return self._parts_by_kernels(x, token_ids, self._tiles)
+        cuts = zip(x.split(MOST), token_ids.split(MOST), strict=True)
+        return torch.cat([self._by_kernels(*cut, self._tiles) for cut in cuts])
+
     def _by_kernels(self, x: Tensor, token_ids: Tensor, tiles: TiledExperts) -> Tensor:
         """This rank's part of the sum [N, d] float32, the shared expert's in it."""
+        total = torch.empty(x.shape, device=x.device)
+        add_parts(self._parts_by_kernels(x, token_ids, tiles), total)
+        return total
+
+    def _parts_by_kernels(self, x: Tensor, token_ids: Tensor, tiles: TiledExperts) -> Tensor:
+        """As ``_by_kernels``, not added up: [k + 1, N, d] float32."""
         routing = self.gate.route(x, token_ids)
         buffers = ExpertBuffers.empty(*routing.weights.shape, tiles, x.dtype)
         run_experts(x, tiles, routing, buffers, limit=self._limit, is_rounded=self._is_rounded)
-        total = torch.empty(x.shape, device=x.device)
-        add_parts(buffers.parts, total)
-        return total
+        return buffers.parts
 
     def mix(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """x [N, d], weights [N, k] float32, chosen [N, k] ascending -> this rank's part of the sum [N, d] float32"""
@@ -104,14 +120,15 @@ class ExpertMixture:
 
 def _tiles(scope: Scope, banks: dict[str, WeightBank], shared: list[Stored]) -> TiledExperts | None:
     """All experts of a layer as kernels read them; None where some do not lie in tiles. ``banks`` are used up."""
-    if not all(banks[name].has_tiles() for name in NAMES):
+    if not all(banks[name].has_tiles() for name in NAMES) or not all(lies_in_tiles(weight) for weight in shared):
         return None
-    w1, w2, w3 = (tiled(weight, scope.device) for weight in shared)
-    if w1 is None or w2 is None or w3 is None:
-        return None
-    gate, down, up = (banks[name].tiled() for name in NAMES)
-    assert gate is not None and up is not None and down is not None
-    return TiledExperts(gate, up, down, w1, w3, w2)
+    w1, w2, w3 = (fp8_parts(weight, scope.device) for weight in shared)
+    return TiledExperts(
+        TiledBank.of_two(banks["w1"].parts(), banks["w3"].parts()),
+        TiledBank.in_place(*banks["w2"].parts()),
+        TiledFp8.of_two(w1, w3),
+        TiledFp8.of(*w2),
+    )
 
 
 def _expert(scope: Scope, index: int) -> Projections:

@@ -13,10 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparkchat.kernels.experts import TiledBank
 from sparkchat.kernels.experts import weights as expert_weights
 from sparkchat.kernels.fp8 import TiledFp8, fp8_linear, takes
-from sparkchat.models.deepseek_v4.formats import FP8_BLOCK, ScaledWeight, Stored, decode_scales, dense
+from sparkchat.models.deepseek_v4.formats import ScaledWeight, Stored, decode_scales, dense
 from sparkchat.models.linear import Linear, make_linear
 
 MOST_ROWS = 512
@@ -53,24 +52,21 @@ class TiledLinear:
 
     def __call__(self, x: Tensor, is_long: bool = False) -> Tensor:
         if x.shape[0] > MOST_ROWS:
-            return F.linear(x, _dense_tiles(self.weight, self.dtype))
+            return F.linear(x, self.weight.dense().to(self.dtype))
         out = torch.empty((x.shape[0], self.weight.shape[0]), dtype=self.dtype, device=x.device)
         fp8_linear(x if x.stride(-1) == 1 else x.contiguous(), self.weight, out)
         return out
 
 
-def tiled(weight: Stored, device: torch.device) -> TiledFp8 | None:
-    """A weight of 8 bits in the order of tiles, on the device; None where its shape or form does not lie in them."""
-    if not isinstance(weight, ScaledWeight) or not takes(weight.codes, weight.block):
-        return None
-    return TiledFp8.of(weight.codes.to(device), decode_scales(weight.scales).to(device))
+def lies_in_tiles(weight: Stored) -> bool:
+    """Whether kernels take a weight: one of 8 bits whose shape and blocks are those of tiles."""
+    return isinstance(weight, ScaledWeight) and takes(weight.codes, weight.block)
 
 
-def _dense_tiles(weight: TiledFp8, dtype: torch.dtype) -> Tensor:
-    """[out, in]"""
-    outs, size = weight.shape
-    rows = weight.scales.repeat_interleave(FP8_BLOCK[0], dim=0)[:outs]
-    return (weight.codes().float().view(outs, -1, FP8_BLOCK[1]) * rows.unsqueeze(-1)).view(outs, size).to(dtype)
+def fp8_parts(weight: Stored, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Codes [out, in], and float32 scales of blocks of 128 x 128, on the device."""
+    assert isinstance(weight, ScaledWeight)
+    return weight.codes.to(device), decode_scales(weight.scales).to(device)
 
 
 class WeightBank:
@@ -105,18 +101,14 @@ class WeightBank:
             return self.codes[index]
         return ScaledWeight(self.codes[index], self.scales[index], self.block)
 
-    def tiled(self) -> TiledBank | None:
-        """The bank in the order of tiles, in the same memory, after which this one means nothing; None where its form
-        does not lie in them.
-        """
-        if not self.has_tiles():
-            return None
-        assert self.scales is not None
-        return TiledBank.in_place(self.codes, self.scales)
-
     def has_tiles(self) -> bool:
-        """Whether ``tiled`` gives a bank."""
+        """Whether kernels take it."""
         return self.scales is not None and expert_weights.takes(self.codes, self.scales, self.block)
+
+    def parts(self) -> tuple[Tensor, Tensor]:
+        """Codes and scales of a bank that has some."""
+        assert self.scales is not None
+        return self.codes, self.scales
 
 
 def keep(weight: Stored, dtype: torch.dtype, device: torch.device) -> Linear:
@@ -124,8 +116,8 @@ def keep(weight: Stored, dtype: torch.dtype, device: torch.device) -> Linear:
     weight = weight.to(device)
     if isinstance(weight, Tensor) and weight.dtype == dtype:
         return make_linear(weight, None, device=device, dtype=dtype)
-    if has_kernels(device, dtype) and (tiles := tiled(weight, device)) is not None:
-        return TiledLinear(tiles, dtype)
+    if has_kernels(device, dtype) and lies_in_tiles(weight):
+        return TiledLinear(TiledFp8.of(*fp8_parts(weight, device)), dtype)
     return StoredLinear(weight, dtype)
 
 
