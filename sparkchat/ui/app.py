@@ -23,6 +23,7 @@ from sparkchat.ui.bindings import CHAT_BINDINGS, key_rows
 from sparkchat.ui.bridge import Batch, Bridge, Engine
 from sparkchat.ui.chats import ChatStore
 from sparkchat.ui.clipboard import copied_message, fill_tmux_buffer, is_too_long, osc52
+from sparkchat.ui.coming_back import watch_stops
 from sparkchat.ui.commands import COMMANDS
 from sparkchat.ui.compare import Comparison
 from sparkchat.ui.document import Section
@@ -134,6 +135,7 @@ class SparkApp(App[int]):
         self.query_one("#token", PartsBar).display = False
         self.chat.begin(self._load_keymap())
         self.transcript.update_rows()
+        watch_stops(self)
         self.call_after_refresh(_set_aside_what_stays)
 
     def on_unmount(self) -> None:

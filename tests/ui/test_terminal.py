@@ -81,6 +81,27 @@ def test_quitting_leaves_the_terminal_as_it_was() -> None:
         program.assert_restored()
 
 
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGTSTP])
+def test_a_stop_and_going_on_leave_one_screen_to_restore(number: signal.Signals) -> None:
+    with PtyProgram(options={"tokens_per_second": 100}) as program:
+        program.shows("ready")
+        program.send("prose\r")
+        program.shows("answering")
+        for _ in range(2):
+            program.signal(number)
+            program.read(0.4)
+            program.signal(signal.SIGCONT)
+            program.read(0.4)
+        program.shows("answering")
+        program.send("written after it")
+        program.shows("written after it")
+        program.send("\x03")
+        program.shows("stopped")
+        program.send("\x11")
+        assert program.ended() == 0
+        program.assert_restored()
+
+
 def test_a_crash_of_the_engine_is_survived_and_decides_the_exit_code() -> None:
     with PtyProgram(options=SLOW, fault="crash") as program:
         program.shows("ready")
