@@ -17,7 +17,8 @@ KERNELS = Path(__file__).resolve().parents[1] / "sparkchat" / "kernels"
 FOLDERS = {
     "latent_attention": "attention", "compressor": "attention", "indexer": "attention", "tiles": "products",
     "hyper": "streams", "experts": "experts", "gate": "experts", "gemm": "products", "fp8": "products",
-    "markov": "draws", "accept": "draws", "sampling": "draws", "seats": "draws", "planner": "draws",
+    "ranks": "all-reduce", "markov": "draws", "accept": "draws", "sampling": "draws", "seats": "draws",
+    "planner": "draws",
 }  # fmt: skip
 """Where the kernels of a folder are counted; those of others by the folder's own name."""
 PARTS = (

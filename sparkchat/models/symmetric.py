@@ -24,10 +24,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from sparkchat.kernels.ranks import num_pads, publish
 from sparkchat.models.parallel import ProcessGroup, add_parts
 
-OFF = "SPARKCHAT_SHARED_SUMS"
-"""Set to 0 in the environment: all messages go through NCCL."""
+SWITCH = "SPARKCHAT_SHARED_SUMS"
+"""In the environment: 0 leaves all messages to NCCL, publish takes the launch of ``kernels.ranks`` for a copy and a
+barrier of torch's."""
 ROOM_BYTES = 4 << 20
 """Of a message in a slot: the logits of a verified block, or rows of several requests."""
 MOST_ONE_SHOT = 1 << 20
@@ -54,10 +56,13 @@ class SymmetricGroup(ProcessGroup):
 
     name = "symmetric"
 
-    def __init__(self, handle: Handle, one_shot: Any = None) -> None:
-        """``one_shot``: x -> the sum, over memory of its own; None to add parts by hand."""
+    def __init__(self, handle: Handle, one_shot: Any = None, pads: Tensor | None = None) -> None:
+        """``one_shot``: x -> the sum, over memory of its own; None to add parts by hand.
+
+        ``pads``: the addresses of all ranks' flags, with which messages are laid out by ``kernels.ranks``.
+        """
         super().__init__()
-        self._handle, self._one_shot, self._turn = handle, one_shot, 0
+        self._handle, self._one_shot, self._pads, self._turn = handle, one_shot, pads, 0
         self._addresses = self._find_addresses()
 
     def sum(self, x: Tensor) -> Tensor:
@@ -72,8 +77,13 @@ class SymmetricGroup(ProcessGroup):
             return super().parts(x)
         slot, self._turn = self._turn, (self._turn + 1) % _MESSAGE_SLOTS
         mine = self._room(self.rank, slot, x)
-        if x.data_ptr() != mine.data_ptr():
+        is_there = x.data_ptr() == mine.data_ptr()
+        if not is_there:
             self._wait_outside_graphs(x)
+        if self._pads is not None and x.nbytes % 4 == 0:
+            publish(x.contiguous(), mine, self._pads, self.rank)
+            return [self._room(rank, slot, x) for rank in range(self.size)]
+        if not is_there:
             mine.copy_(x)
         self._handle.barrier()
         return [self._room(rank, slot, x) for rank in range(self.size)]
@@ -128,14 +138,20 @@ def open_group(device: torch.device) -> ProcessGroup:
     if device.type == "cpu" or dist.get_world_size() == 1:
         return ProcessGroup()
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-    if os.environ.get(OFF) == "0" or not _all_reach_each_other(device):
+    way = os.environ.get(SWITCH)
+    if way == "0" or not _all_reach_each_other(device):
         return ProcessGroup()
     import torch.distributed._symmetric_memory as symmetric
 
     world = dist.group.WORLD
     assert world is not None
-    memory = symmetric.empty((_MESSAGE_SLOTS + 1) * ROOM_BYTES, dtype=torch.uint8, device=device)
+    size, flags_at = dist.get_world_size(), (_MESSAGE_SLOTS + 1) * ROOM_BYTES
+    memory = symmetric.empty(flags_at + 4 * num_pads(ROOM_BYTES, size), dtype=torch.uint8, device=device)
+    memory.zero_()
+    torch.cuda.synchronize(device)
     handle = symmetric.rendezvous(memory, world.group_name)
+    flags = [handle.get_buffer(rank, (1,), torch.uint8, flags_at).data_ptr() for rank in range(size)]
+    pads = torch.tensor(flags, dtype=torch.int64, device=device) if way == "publish" else None
     # The operation writes its memory before it first waits, so that must be no slot that somebody may still read.
     sums = symmetric.empty(MOST_ONE_SHOT, dtype=torch.uint8, device=device)
     symmetric.rendezvous(sums, world.group_name)
@@ -144,8 +160,10 @@ def open_group(device: torch.device) -> ProcessGroup:
         room = sums[: x.nbytes].view(x.dtype).view(x.shape)
         return torch.ops.symm_mem.one_shot_all_reduce_copy(room, x, "sum", world.group_name)
 
-    group = SymmetricGroup(handle, one_shot)
-    # The first use on every rank, before any graph: what it sets up must not be captured.
+    group = SymmetricGroup(handle, one_shot, pads)
+    # The first use on every rank, before any graph: what it sets up must not be captured. NCCL's barrier first: flags
+    # that a rank has not yet lowered for the first time must not be raised.
+    dist.barrier()
     group.sum(torch.ones(8, device=device))
     return group
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +18,8 @@ pytestmark = [
 ]
 
 
-def test_sums_of_two_gpus(tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", ["torch", "publish"])
+def test_sums_of_two_gpus(way: str, tmp_path: Path) -> None:
     command = [sys.executable, str(PROGRAM)]
     ranks = [
         subprocess.Popen(
@@ -25,6 +27,7 @@ def test_sums_of_two_gpus(tmp_path: Path) -> None:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            env={**os.environ, "SPARKCHAT_SHARED_SUMS": way},
         )
         for rank in range(2)
     ]

@@ -53,7 +53,7 @@ class FakeHandle:
 def group_of(shared: Shared, rank: int) -> SymmetricGroup:
     group = object.__new__(SymmetricGroup)
     group.rank, group.size = rank, shared.size
-    group._handle, group._one_shot, group._turn = FakeHandle(shared), None, 0  # type: ignore[assignment]
+    group._handle, group._one_shot, group._pads, group._turn = FakeHandle(shared), None, None, 0
     group._addresses = group._find_addresses()
     return group
 

@@ -83,16 +83,15 @@ class ExpertMixture:
         if self._tiles is None:
             weights, chosen = self.gate(x, token_ids)
             return self.mix_of_all(x, weights, chosen) + self._shared(x)
-        if may_be_parts and x.shape[0] <= MOST:
-            return self._parts_by_kernels(x, token_ids, self._tiles)
+        if x.shape[0] <= MOST:
+            parts = self._parts_by_kernels(x, token_ids, self._tiles)
+            return parts if may_be_parts else _added(parts, self._group.room(x.shape, torch.float32, x.device))
         cuts = zip(x.split(MOST), token_ids.split(MOST), strict=True)
         return torch.cat([self._by_kernels(*cut, self._tiles) for cut in cuts])
 
     def _by_kernels(self, x: Tensor, token_ids: Tensor, tiles: TiledExperts) -> Tensor:
         """This rank's part of the sum [N, d] float32, the shared expert's in it."""
-        total = torch.empty(x.shape, device=x.device)
-        add_parts(self._parts_by_kernels(x, token_ids, tiles), total)
-        return total
+        return _added(self._parts_by_kernels(x, token_ids, tiles), torch.empty(x.shape, device=x.device))
 
     def _parts_by_kernels(self, x: Tensor, token_ids: Tensor, tiles: TiledExperts) -> Tensor:
         """As ``_by_kernels``, not added up: [k + 1, N, d] float32."""
@@ -116,6 +115,11 @@ class ExpertMixture:
             weight = torch.where(is_sent, weights, 0.0).sum(dim=-1, keepdim=True)
             total += torch.where(is_sent.any(dim=-1, keepdim=True), expert(x, weight), 0.0)
         return total
+
+
+def _added(parts: Tensor, total: Tensor) -> Tensor:
+    add_parts(parts, total)
+    return total
 
 
 def _tiles(scope: Scope, banks: dict[str, WeightBank], shared: list[Stored]) -> TiledExperts | None:
