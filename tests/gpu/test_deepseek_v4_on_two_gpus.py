@@ -20,6 +20,7 @@ from cases.harness import varied_cost
 from fixtures.deepseek_v4 import write_tiny_v4
 from fixtures.deepseek_v4_mix import write_v4_mix, write_v4_mix_mtp
 from sparkchat.client import EngineClient
+from sparkchat.models.symmetric import OFF as SHARED_SUMS
 from sparkchat.params import GenerateRequest, LoadSpec, SamplingParams
 
 PROGRAM = Path(__file__).with_name("two_devices.py")
@@ -55,12 +56,16 @@ def checkpoint(root: Path, kind: str) -> Path:
     return root / kind if (root / kind).exists() else WRITE[kind](root / kind)
 
 
-def passes(check: str, device: str, folder: Path) -> None:
-    """Run a check of the program; what it and its ranks wrote is shown where it fails."""
+def passes(check: str, device: str, folder: Path, *, has_shared_sums: bool = True) -> None:
+    """Run a check of the program; what it and its ranks wrote is shown where it fails.
+
+    ``has_shared_sums``: small messages may go through memory that both GPUs read; else all go through NCCL.
+    """
     seconds = SECONDS[device]
     paths = [*map(str, PROGRAM.parents[1:3]), *filter(None, [os.environ.get("PYTHONPATH")])]
     command = [sys.executable, str(PROGRAM), str(seconds), check, device, str(folder)]
     environment = {**os.environ, "NCCL_DEBUG": "WARN", "PYTHONPATH": os.pathsep.join(paths)}
+    environment[SHARED_SUMS] = str(int(has_shared_sums))
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment) as process:
         try:
             said = process.communicate(timeout=seconds + 60)[0]
@@ -74,18 +79,29 @@ def passes(check: str, device: str, folder: Path) -> None:
 
 @on_devices
 def test_ranks_reach_each_other(device: str, root: Path) -> None:
-    passes("group", device, root)
+    passes("group", device, root, has_shared_sums=False)
 
 
 @on_devices
 def test_logits_are_those_of_one(device: str, root: Path) -> None:
-    passes("logits", device, checkpoint(root, "half"))
+    passes("logits", device, checkpoint(root, "half"), has_shared_sums=False)
 
 
 @on_devices
 @pytest.mark.parametrize("kind", ["half", "mtp"])
 def test_tokens_are_those_of_one(kind: str, device: str, root: Path) -> None:
-    passes("tokens", device, checkpoint(root, kind))
+    passes("tokens", device, checkpoint(root, kind), has_shared_sums=False)
+
+
+@on_devices
+def test_small_messages_go_through_shared_memory(device: str, root: Path) -> None:
+    passes("group", device, root)
+
+
+@on_devices
+@pytest.mark.parametrize("kind", ["half", "mtp"])
+def test_captured_steps_give_the_tokens_of_one(kind: str, device: str, root: Path) -> None:
+    passes("captured_tokens", device, checkpoint(root, kind))
 
 
 @on_devices

@@ -37,9 +37,9 @@ def group(device: torch.device, folder: Path) -> None:
 def _exchange(device: torch.device, rank: int, meeting: int) -> None:
     use_device(device)
     found = join_group(meeting, rank, 2, device)
-    print(f"rank {rank} has joined on {device}", file=sys.stderr, flush=True)
+    print(f"rank {rank} has joined on {device}: {type(found).__name__}", file=sys.stderr, flush=True)
     for dtype in (torch.float32, torch.bfloat16):
-        for shape in ((1,), (6, 4096), (0, 8), (3, 4, 32)):
+        for shape in ((2,), (6, 4096), (3, 4, 32), (600, 4096)):
             parts = [torch.randn(shape, generator=torch.Generator().manual_seed(r)).to(device, dtype) for r in (0, 1)]
             assert torch.equal(found.sum(parts[rank]), (parts[0].float() + parts[1].float()).to(dtype)), (dtype, shape)
             assert torch.equal(found.join(parts[rank]), torch.cat(parts, -1)), (dtype, shape)
@@ -59,11 +59,17 @@ def open_engine(device: torch.device, folder: Path, **spec: Any) -> Runner:
     return Runner(engine)
 
 
-def tokens(device: torch.device, folder: Path) -> None:
+def captured_tokens(device: torch.device, folder: Path) -> None:
+    """As ``tokens``, with graphs where there are GPUs."""
+    tokens(device, folder, None)
+
+
+def tokens(device: torch.device, folder: Path, graphs: bool | None = False) -> None:
     """Greedy tokens of every mode, in float32."""
     lines = [{"prompt_ids": prompt, "max_tokens": 16, "ignore_eos": True} for prompt in random_prompts(4, 70, seed=53)]
-    alone = open_engine(device, folder).ids({**line, "mode": "off"} for line in lines)
-    shared = open_engine(device, folder, tp=2)
+    alone = open_engine(device, folder, graphs=False).ids({**line, "mode": "off"} for line in lines)
+    shared = open_engine(device, folder, tp=2, graphs=graphs)
+    print(f"graphs: {shared.engine.info['graphs']}", file=sys.stderr, flush=True)
     assert shared.engine.info["device"].startswith("2 x ")
     for mode in ("off", *MODES):
         assert shared.ids({**line, "mode": mode} for line in lines) == alone, mode
@@ -84,7 +90,7 @@ def half_precision(device: torch.device, folder: Path) -> None:
 def _compare(device: torch.device, folder: Path, dtype: str, most: float) -> None:
     found = []
     for size in (1, 2):
-        runner = open_engine(device, folder, dtype=dtype, tp=size)
+        runner = open_engine(device, folder, dtype=dtype, tp=size, graphs=False)
         found.append(_outputs(runner.engine.pair.target, device))
     runner.engine.pair.team.close()
     difference = float((found[1] - found[0]).norm() / found[0].norm())
@@ -106,7 +112,7 @@ def _outputs(target: Any, device: torch.device) -> Tensor:
     return torch.cat(rows)
 
 
-CHECKS = {"group": group, "tokens": tokens, "logits": logits, "half_precision": half_precision}
+CHECKS = {check.__name__: check for check in (group, logits, half_precision, tokens, captured_tokens)}
 
 
 def main() -> None:
