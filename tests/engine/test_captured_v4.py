@@ -113,6 +113,23 @@ def test_layers_of_kernels_give_the_same_tokens(
         assert drafts == wanted and any(drafts)
 
 
+@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
+def test_two_ranks_run_layers_of_kernels(
+    build_once: Callable[..., Any], pairs: Pairs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The parts that ranks hand over unsummed are added by the launch behind them."""
+    folder, (loop, _) = build_once("v4-captured-tiny", WRITERS["tiny"]), pairs("tiny")
+    monkeypatch.setattr(engine_module, "build_decoder", partial(engine_module.build_decoder, is_fused=True))
+    monkeypatch.setattr("sparkchat.engine.captured.build.has_kernels", lambda device, dtype: True)
+    runner = open_one(folder, folder, True, tp=2)
+    try:
+        for sampling in ("greedy", "sampled"):
+            lines = lines_of("compact", sampling, tokens=6)[:2]
+            assert runner.ids(lines) == loop.ids(lines), sampling
+    finally:
+        runner.engine.pair.team.close()  # type: ignore[union-attr]
+
+
 def test_a_conversation_goes_on_between_prompts_and_captured_steps(pairs: Pairs) -> None:
     loop, captured = pairs("half")
     text = random_prompts(2, 60, seed=5)[1]

@@ -84,6 +84,7 @@ def build_decoder(
         chances=None if pair.simulated is None else tuple(pair.simulated.conditional[:block]),
         is_fused=pair.device.type == "cuda" if is_fused is None else is_fused,
         insists=is_fused is True,
+        fuses_layers=_takes_layers(own_part(pair)),
     )
     if pair.team is not None:
         caches: tuple[Any, Any] = (pair.cache, pair.draft_cache)
@@ -110,6 +111,8 @@ class StepShape:
     """Take the kernels of ``sparkchat.kernels`` where they compute all that the pair needs."""
     insists: bool = False
     """Take them in any case."""
+    fuses_layers: bool = False
+    """DeepSeek V4's layers run by them as well."""
 
 
 @torch.inference_mode()
@@ -149,7 +152,8 @@ def _kind_of(pair: LoadedPair, shape: StepShape) -> type[CapturedStep]:
     if not shape.is_fused:
         return CapturedStep
     if isinstance(pair.target, DeepseekV4):
-        _fuse_layers(pair, shape)
+        if shape.fuses_layers:
+            _fuse_layers(pair, shape)
         return HeadStep if can_fuse_heads(pair) else CapturedStep
     if not shape.insists and not can_fuse(pair):
         return CapturedStep
@@ -159,11 +163,14 @@ def _kind_of(pair: LoadedPair, shape: StepShape) -> type[CapturedStep]:
     return FusedStep
 
 
-def _fuse_layers(pair: LoadedPair, shape: StepShape) -> None:
-    """Have the layers of DeepSeek V4 run by the kernels where those take its numbers."""
+def _takes_layers(pair: LoadedPair) -> bool:
+    """Whether the kernels take the numbers of DeepSeek V4's layers."""
     target: Any = pair.target
-    if not has_kernels(target.device, target.kv_dtype):
-        return
+    return isinstance(target, DeepseekV4) and has_kernels(target.device, target.kv_dtype)
+
+
+def _fuse_layers(pair: LoadedPair, shape: StepShape) -> None:
+    target: Any = pair.target
     target.fuse(pair.cache, row_tiers(shape.block, shape.seats)[-1], shape.block + 1)
     if pair.drafter is not None:
         pair.drafter.fuse(pair.draft_cache, shape.block * shape.seats, shape.block)
