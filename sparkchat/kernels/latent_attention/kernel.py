@@ -34,6 +34,7 @@ class Tile:
     keys: int
     warps: int
     stages: int
+    """Depth of the pipeline of loads"""
 
 
 HALF_TILE, EXACT_TILE = Tile(32, 64, 8, 3), Tile(16, 16, 4, 1)
@@ -281,7 +282,9 @@ def launch_latent_attention(
         workspace.stats, q.stride(0) if q.dim() == 3 else 0, q.stride(-2), cache.stride(0), cache.stride(1),
         shape.first_slot, shape.ring, size**-0.5 * _LOG2E, shape.eps,
         HEADS=heads, SIZE=size, ROPE=shape.rope_dim, PARTS=1 if q.dim() == 2 else q.shape[0], RATIO=shape.ratio,
-        TOPK=shape.topk, SPANS=room, SPAN=SPAN, MOST=MOST_SPANS, TILE=of_heads, BLOCK=tile.keys, STAGES=tile.stages,
+        TOPK=shape.topk, SPANS=room, SPAN=SPAN, MOST=MOST_SPANS, TILE=of_heads, BLOCK=tile.keys,
+        # Where entries are chosen, what is loaded depends on a load: the pipeline needs a second stage for each.
+        STAGES=2 * tile.stages - 1 if shape.topk else tile.stages,
         EXACT=is_exact, num_warps=tile.warps,
     )  # fmt: skip
     pairs = min(_PAIRS, size // 2)

@@ -22,6 +22,7 @@ from sparkchat.models.deepseek_v4.rounding import LATENT_BLOCK, round_e4m3
 from sparkchat.models.deepseek_v4.row_pass import RowPass
 from sparkchat.models.deepseek_v4.scope import Scope
 from sparkchat.models.deepseek_v4.sight import Sight
+from sparkchat.models.deepseek_v4.tile_products import TileProducts, in_parts
 
 
 class LatentAttention:
@@ -32,12 +33,16 @@ class LatentAttention:
         self._ratio, self._size, self._eps = ratio, config.head_dim, config.rms_eps
         self._plain_dims = config.head_dim - config.rope_dim
         self._dtype, self._has_roundings, self._group = scope.dtype, scope.has_roundings, scope.group
-        self._to_low_rank = scope.linear("wq_a", has_fp8_input=True)
+        low_rank, latent, inner = (scope.weight(name) for name in ("wq_a", "wkv", "wo_a"))
+        self._tiles = TileProducts.of(scope, low_rank, latent, inner, config.o_lora_rank)
+        if self._tiles is not None:
+            self._to_low_rank, self._latents, self._groups = self._tiles.linears()
+        else:
+            self._to_low_rank, self._latents = (scope.multiply_by(w, None, True) for w in (low_rank, latent))
+            self._groups = scope.cut(inner, config.o_lora_rank)
         self._low_rank_norm = scope.norm("q_norm", config.rms_eps)
         self._queries = scope.linear("wq_b", has_fp8_input=True)
-        self._latents = scope.linear("wkv", has_fp8_input=True)
         self._latent_norm = scope.norm("kv_norm", config.rms_eps)
-        self._groups = scope.linears("wo_a", config.o_lora_rank)
         self._output = scope.linear("wo_b", has_fp8_input=True)
         self._sinks = scope.tensor("attn_sink")
         """[H]"""
@@ -51,20 +56,23 @@ class LatentAttention:
     def kernel(self) -> str:
         return self._to_low_rank.kernel
 
-    def by_kernels(self, x: Tensor, layer: int, rows: RowPass) -> Tensor:
-        """As the call, by ``sparkchat.kernels``: x [N, d] -> this rank's part of the output [N, d]."""
+    def by_kernels(self, x: Tensor, layer: int, rows: RowPass, may_be_parts: bool = False) -> Tensor:
+        """As the call, by ``sparkchat.kernels``: x [N, d] -> this rank's part of the output [N, d], or parts of that
+        [P, N, d] float32 to be added in order.
+        """
         ratio, room = self._ratio, rows.room
         where, rope = (rows.positions, rows.rows), room.ropes[ratio]
         cache, shape = rows.store(ratio).latents.data[rows.index_of(layer)], room.shapes[ratio]
         low_rank = torch.empty((x.shape[0], self._low_rank_norm.weight.shape[0]), dtype=self._dtype, device=x.device)
+        ranks, latents = (self._to_low_rank(x), self._latents(x)) if self._tiles is None else self._tiles.project(x)
         write_latents(
-            self._latents(x),
+            latents,
             self._latent_norm.weight,
             *where,
             rope,
             cache,
             shape,
-            low_rank=self._to_low_rank(x),
+            low_rank=ranks,
             low_rank_norm=self._low_rank_norm.weight,
             out=low_rank,
         )
@@ -85,7 +93,8 @@ class LatentAttention:
             context=room.context,
             chosen=chosen,
         )
-        return self._output(self._inner(heads))
+        inner = self._inner(heads) if self._tiles is None else self._tiles.to_groups(heads)
+        return in_parts(self._output, inner) if may_be_parts else self._output(inner)
 
     def _compress_rows(self, x: Tensor, low_rank: Tensor, layer: int, rows: RowPass) -> Tensor | None:
         """Keep the rows' state, write entries that close, and choose among them: [N, k] where there may be more."""

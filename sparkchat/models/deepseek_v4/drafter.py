@@ -165,6 +165,8 @@ class DsparkDrafter:
 
         ``most_rows`` of blocks; as many context rows as there are may be stored.
         """
+        if not self._target.can_fuse:
+            return
         room = self._target.row_room(cache, most_rows, most_per_request)
         self._fused = FusedStack(self._stack, self._streams_head, self._norm, room, self._group)
 

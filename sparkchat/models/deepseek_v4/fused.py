@@ -13,12 +13,29 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sparkchat.kernels.hyper import PartList, StreamWeights, connect_streams
+from sparkchat.kernels.hyper import NUMBERS, PartList, StreamWeights, column_programs, connect_streams
+from sparkchat.models.deepseek_v4.config import SPARSE_RATIO, DeepseekV4Config
 from sparkchat.models.deepseek_v4.hyper import HyperHead
 from sparkchat.models.deepseek_v4.row_pass import RowPass, RowRoom
 from sparkchat.models.deepseek_v4.stack import Stack
 from sparkchat.models.layers import RMSNorm
 from sparkchat.models.parallel import Group
+
+
+def takes(config: DeepseekV4Config, has_roundings: bool = False) -> bool:
+    """Whether the kernels take a model's sizes."""
+    size, columns = config.hc_mult, config.hidden_size // column_programs(config.hidden_size)
+    powers = [size, columns, config.head_dim, config.index_head_dim]
+    plain = config.head_dim - config.rope_dim
+    is_rounded = not has_roundings or plain % 64 == 0 or (plain < 64 and plain & (plain - 1) == 0)
+    ratios = set(config.compress_ratios)
+    return (
+        all(n & (n - 1) == 0 for n in powers)
+        and min(columns, config.head_dim) >= 16
+        and config.hc_width < NUMBERS
+        and is_rounded
+        and (SPARSE_RATIO not in ratios or (config.index_head_dim >= 16 and config.index_num_heads <= 128))
+    )
 
 
 class FusedStack:
@@ -63,7 +80,7 @@ class FusedStack:
         for index, (layer, weights) in enumerate(zip(self._stack.layers, self._streams, strict=True)):
             before_attention, before_experts = layer.norms
             read(weights[0], before_attention, index - 1, normed)
-            output = self._parts(layer.attention.by_kernels(normed, index, rows))
+            output = self._parts(layer.attention.by_kernels(normed, index, rows, self._group.size == 1))
             # The streams between the two sub-blocks of a layer are nobody's tap.
             read(weights[1], before_experts, -2, normed)
             output = self._parts(layer.experts.own_part(normed, token_ids, self._group.size == 1))

@@ -15,7 +15,7 @@ from sparkchat.models.attention import open_spans
 from sparkchat.models.base import ForwardBatch
 from sparkchat.models.deepseek_v4.cache import StateCache
 from sparkchat.models.deepseek_v4.config import DeepseekV4Config
-from sparkchat.models.deepseek_v4.fused import FusedStack
+from sparkchat.models.deepseek_v4.fused import FusedStack, takes
 from sparkchat.models.deepseek_v4.hyper import HyperHead
 from sparkchat.models.deepseek_v4.rope import Ropes
 from sparkchat.models.deepseek_v4.row_pass import RowPass, RowRoom
@@ -109,9 +109,23 @@ class DeepseekV4:
         return self._run(rows.token_ids, RowSight(cache, rows, self.ropes, self.num_heads), tap_layers)
 
     def fuse(self, cache: StateCache, most_rows: int, most_per_request: int) -> None:
-        """Run ``decode_rows`` over this filled cache by the kernels of ``sparkchat.kernels`` from now on."""
+        """Run ``decode_rows`` over this filled cache by the kernels of ``sparkchat.kernels`` from now on.
+
+        Where those do not take the model's sizes, layers stay what they are; ``is_fused`` tells.
+        """
+        if not self.can_fuse:
+            return
         room = self.row_room(cache, most_rows, most_per_request)
         self._fused = FusedStack(self.stack, self._streams_head, self._norm, room, self.group)
+
+    @property
+    def can_fuse(self) -> bool:
+        """Whether the kernels take the sizes of this model, which are those of its drafter."""
+        return takes(self.config, self.has_roundings)
+
+    @property
+    def is_fused(self) -> bool:
+        return self._fused is not None
 
     def row_room(self, cache: StateCache, most_rows: int, most_per_request: int) -> RowRoom:
         """Room for passes over this cache, or over that of a drafter of this model."""

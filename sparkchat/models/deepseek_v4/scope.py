@@ -39,11 +39,11 @@ class RoundedLinear:
     """A projection whose input is first rounded as fp8 products round it: e4m3, 128 inputs of a row to a scale."""
 
     def __init__(self, inner: Linear) -> None:
-        self._inner = inner
+        self.inner = inner
         self.dtype, self.kernel = inner.dtype, inner.kernel
 
     def __call__(self, x: Tensor, is_long: bool = False) -> Tensor:
-        return self._inner(round_e4m3(x, FP8_ROW_BLOCK), is_long)
+        return self.inner(round_e4m3(x, FP8_ROW_BLOCK), is_long)
 
 
 @dataclass(frozen=True)
@@ -87,9 +87,8 @@ class Scope:
         """
         return self.multiply_by(self.weight(name), dtype, has_fp8_input)
 
-    def linears(self, name: str, rows_each: int) -> list[Linear]:
-        """The projection ``name.weight`` cut into groups of ``rows_each`` outputs."""
-        weight = self.weight(name)
+    def cut(self, weight: Stored, rows_each: int) -> list[Linear]:
+        """A projection cut into groups of ``rows_each`` outputs."""
         if self.is_packed:
             weight = weight.to(self.device)
         parts = [_outputs(weight, first, first + rows_each) for first in range(0, weight.shape[0], rows_each)]

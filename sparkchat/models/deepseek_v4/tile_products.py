@@ -1,0 +1,93 @@
+"""Projections of an attention sub-block whose weights lie in tiles, several of them in one product.
+
+Shapes: N rows, d hidden size, r low rank, c latent size, H heads, G output groups, o outputs of a group.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sparkchat.kernels.fp8 import TiledFp8, fp8_linear
+from sparkchat.models.deepseek_v4.formats import Stored
+from sparkchat.models.deepseek_v4.packed import TiledLinear, fp8_parts, has_kernels, lies_in_tiles
+from sparkchat.models.deepseek_v4.scope import RoundedLinear, Scope
+from sparkchat.models.linear import Linear
+
+_TILE_OUTS = 32
+_SCALED_OUTS = 128
+
+
+@dataclass(frozen=True)
+class TileProducts:
+    """What kernels multiply by; ``linears`` are views of it."""
+
+    joint: TiledFp8
+    """[r + c, d]: the low ranks of queries, then latents"""
+    low_rank: int
+    """r"""
+    inner: TiledFp8
+    """[G * o, H/G * c]"""
+    groups: int
+    is_rounded: bool
+    """Whether inputs of published fp8 products are rounded as those do."""
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, scope: Scope, low_rank: Stored, latent: Stored, inner: Stored, group_outs: int) -> TileProducts | None:
+        """None where the weights do not lie in tiles, or nothing multiplies them so there."""
+        weights = (low_rank, latent, inner)
+        if not (scope.is_packed and has_kernels(scope.device, scope.dtype) and all(map(lies_in_tiles, weights))):
+            return None
+        rank, outs = low_rank.shape[0], inner.shape[0]
+        if rank % _SCALED_OUTS or group_outs % _TILE_OUTS:
+            return None
+        codes, scales = zip(*(fp8_parts(weight, scope.device) for weight in (low_rank, latent)), strict=True)
+        joint = TiledFp8.of(torch.cat([c.view(torch.int8) for c in codes]).view(codes[0].dtype), torch.cat(scales))
+        inner_tiles = TiledFp8.of(*fp8_parts(inner, scope.device))
+        return cls(joint, rank, inner_tiles, outs // group_outs, scope.has_roundings, scope.dtype)
+
+    def linears(self) -> tuple[Linear, Linear, list[Linear]]:
+        """To low ranks, to latents, and of each output group, by themselves: for long prompts."""
+        size = self.inner.shape[0] // self.groups
+        low, latent = (
+            TiledLinear(_outs(self.joint, *cut), self.dtype)
+            for cut in ((0, self.low_rank), (self.low_rank, self.joint.shape[0]))
+        )
+        groups: list[Linear] = [
+            TiledLinear(_outs(self.inner, g * size, (g + 1) * size), self.dtype) for g in range(self.groups)
+        ]
+        if self.is_rounded:
+            return RoundedLinear(low), RoundedLinear(latent), groups
+        return low, latent, groups
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x [N, d] -> low ranks [P, N, r] and latents [P, N, c], float32 parts to be added in order."""
+        parts = torch.empty((self.joint.splits(), x.shape[0], self.joint.shape[0]), device=x.device)
+        fp8_linear(x, self.joint, parts, is_rounded=self.is_rounded)
+        return parts[..., : self.low_rank], parts[..., self.low_rank :]
+
+    def to_groups(self, heads: Tensor) -> Tensor:
+        """heads [N, H, c] -> [N, G * o]"""
+        out = torch.empty((heads.shape[0], self.inner.shape[0]), dtype=self.dtype, device=heads.device)
+        fp8_linear(heads.flatten(1), self.inner, out, groups=self.groups)
+        return out
+
+
+def in_parts(linear: Linear, x: Tensor) -> Tensor:
+    """x [N, in] -> [N, out], or where the weight lies in tiles float32 parts [P, N, out] to be added in order."""
+    is_rounded = isinstance(linear, RoundedLinear)
+    inner = linear.inner if isinstance(linear, RoundedLinear) else linear
+    if not isinstance(inner, TiledLinear):
+        return linear(x)
+    parts = torch.empty((inner.weight.splits(), x.shape[0], inner.weight.shape[0]), device=x.device)
+    fp8_linear(x, inner.weight, parts, is_rounded=is_rounded)
+    return parts
+
+
+def _outs(weight: TiledFp8, first: int, last: int) -> TiledFp8:
+    """Some outputs of a weight, in the same memory."""
+    cut = slice(first // _TILE_OUTS, last // _TILE_OUTS)
+    return TiledFp8(weight.tiles[cut], weight.scales[cut])
