@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from sparkchat.engine.sampling import draw
+from sparkchat.engine.sampling import draw, has_kernels
 
 RESIDUAL_FLOOR = 1e-8
 """A residual of at most this mass is rounding noise; p itself is drawn from instead."""
@@ -87,6 +87,8 @@ def accept(
     ``target_argmax [N]`` alone, as if both laws were one-hot: their rows of ``p`` are not read, and ``p`` may be None
     when all are. Tensors that lie on the device already are read there: nothing then waits for the host.
     """
+    if p is not None and has_kernels(p) and is_sparse(proposal):
+        return accept_sparse(p, row_start, verify_len, proposal, (u_accept, u_next), cap, greedy, target_argmax)
     device = target_argmax.device if p is None else p.device  # type: ignore[union-attr]
     starts = torch.as_tensor(row_start, dtype=torch.int64).to(device)
     lens = torch.as_tensor(verify_len, dtype=torch.int64).to(device)
@@ -189,3 +191,50 @@ def _sparse_residual(p: Tensor, q: Tensor, ids: Tensor) -> Tensor:
     rest = p.scatter(1, ids, (p.gather(1, ids) - q).clamp_(min=0.0))
     too_little = rest.sum(dim=-1, keepdim=True) <= RESIDUAL_FLOOR
     return torch.where(too_little, p, rest) if bool(too_little.any()) else rest
+
+
+def is_sparse(proposal: Proposal | None) -> bool:
+    """Whether every draft's law lies on a few tokens of its own, or nothing was drafted."""
+    if proposal is None:
+        return True
+    mapping = proposal.draft_to_target
+    return proposal.chance is None and proposal.probs is not None and mapping is not None and mapping.dim() == 3
+
+
+def accept_sparse(
+    p: Tensor,
+    row_start: Sequence[int] | Tensor,
+    verify_len: Sequence[int] | Tensor,
+    proposal: Proposal | None,
+    uniforms: tuple[Tensor, Tensor],
+    cap: Sequence[int] | Tensor | None,
+    greedy: Sequence[bool] | Tensor | None,
+    target_argmax: Tensor | None,
+) -> Acceptance:
+    """As ``accept``, by the processor's kernels; ``uniforms`` are ``u_accept`` and ``u_next``."""
+    from sparkchat.kernels.cpu.laws import accept_drafts
+
+    def whole(values: Sequence[int] | Tensor) -> Tensor:
+        return torch.as_tensor(values, dtype=torch.int64).contiguous()
+
+    starts, lens = whole(row_start), whole(verify_len)
+    count, nothing = len(starts), torch.empty((len(starts), 0, 0))
+    ids = torch.empty((count, 0), dtype=torch.int64) if proposal is None else proposal.ids.contiguous()
+    drafted = torch.zeros_like(lens) if proposal is None else whole(proposal.lens)
+    probs, index, support = nothing, ids, nothing.long()
+    if proposal is not None:
+        assert proposal.probs is not None and proposal.draft_index is not None and proposal.draft_to_target is not None
+        probs, index, support = proposal.probs, proposal.draft_index, proposal.draft_to_target
+    limits = lens if cap is None else whole(cap)
+    u_accept, u_next = (u.to(torch.float64).contiguous() for u in uniforms)
+    if u_next.dim() == 1:
+        u_next = u_next[:, None].expand(count, ids.shape[1] + 1).contiguous()
+    is_greedy = torch.zeros(count, dtype=torch.bool) if greedy is None else torch.as_tensor(greedy)
+    argmax = torch.zeros(p.shape[0], dtype=torch.int64) if target_argmax is None else target_argmax
+    out = torch.empty((count, 3), dtype=torch.int64)
+    seen = torch.full((2, *ids.shape), torch.nan, dtype=torch.float64)
+    given = (p, starts, lens, limits, ids, drafted, probs.contiguous(), index.contiguous(), support.contiguous())
+    rest = (u_accept, u_next, is_greedy, argmax.contiguous())
+    accept_drafts(*(t.numpy() for t in (*given, *rest)), RESIDUAL_FLOOR, out.numpy(), seen.numpy())
+    taken, full, next_ids = out.unbind(1)
+    return Acceptance(taken, full, next_ids, taken == torch.minimum(lens, limits), full > taken, seen[0], seen[1])

@@ -47,7 +47,7 @@ def target_laws(
     numbers, or whose settings leave no token, ends with an error; rows that are none become uniform.
     """
     damaged_from: dict[int, int] = {}
-    bad = ~logits.amax(dim=1).isfinite()
+    bad = ~sampling.row_peaks(logits).isfinite()
     if bool(bad.any()):
         logits[bad] = 0.0
         for r, (first, last) in enumerate(pairwise(row_starts)):

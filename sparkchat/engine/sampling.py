@@ -16,12 +16,14 @@ from torch import Tensor
 
 from sparkchat.engine.filters import filter_batched, filter_law, top_k_law
 from sparkchat.errors import DamagedFile, UsageError
+from sparkchat.kernels import cpu
 from sparkchat.params import SamplingParams
 
 GREEDY_BELOW = 1e-5
 """A temperature below this means argmax; dividing fp32 logits by less would only lose digits."""
 
 _DRAW_BLOCK = 128
+_WORTH_KERNELS = 4096
 _LARGEST = torch.finfo(torch.float32).max
 
 
@@ -225,6 +227,28 @@ def _forbid(logits: Tensor, rows: Sequence[int], ids: Sequence[int], index_of: T
     logits[torch.tensor(rows, device=logits.device)[:, None], columns] = -torch.inf
 
 
+def has_kernels(rows: Tensor) -> bool:
+    """Whether ``kernels.cpu.laws`` takes these rows [n, V]: on a processor that it is made for, where a pass counts."""
+    return (
+        rows.device.type == "cpu"
+        and rows.dtype == torch.float32
+        and rows.shape[-1] >= _WORTH_KERNELS
+        and rows.is_contiguous()
+        and cpu.is_supported()
+    )
+
+
+def row_peaks(logits: Tensor) -> Tensor:
+    """[n, V] float32 -> [n]: the largest of each row, NaN where a row has one."""
+    if not has_kernels(logits):
+        return logits.amax(dim=-1)
+    from sparkchat.kernels.cpu.laws import find_peaks
+
+    peaks = torch.empty(logits.shape[0])
+    find_peaks(logits.numpy(), peaks.numpy())
+    return peaks
+
+
 def probabilities(
     logits: Tensor,
     temperature: Sequence[float] | Tensor,
@@ -240,7 +264,7 @@ def probabilities(
     tokens. Raises DamagedFile on NaN, +inf, or a row of nothing but -inf. A row does not depend on the others.
     """
     settings = list(zip(*(_host(values) for values in (temperature, top_k, top_p, min_p)), strict=True))
-    peaks = logits.amax(dim=-1)
+    peaks = row_peaks(logits)
     _check_peaks(peaks, "the model")
     if all(is_greedy(row[0]) for row in settings):
         return torch.zeros_like(logits).scatter_(-1, argmax_ids(logits)[:, None], 1.0)
@@ -250,6 +274,8 @@ def probabilities(
 
 
 def _laws_by_row(logits: Tensor, peaks: Tensor, settings: Sequence[tuple[float, ...]]) -> Tensor:
+    if has_kernels(logits):
+        return _laws_by_kernel(logits, peaks, settings)
     laws = torch.zeros_like(logits)
     scaled = torch.empty_like(logits[0])
     for row, peak, law, (temperature, top_k, top_p, min_p) in zip(logits, peaks, laws, settings, strict=True):
@@ -263,6 +289,25 @@ def _laws_by_row(logits: Tensor, peaks: Tensor, settings: Sequence[tuple[float, 
             torch.softmax(at_one, dim=0, out=law)
             if top_p < 1.0 or min_p > 0.0:
                 filter_law(law.numpy(), top_p, min_p)
+    return laws
+
+
+def _laws_by_kernel(logits: Tensor, peaks: Tensor, settings: Sequence[tuple[float, ...]]) -> Tensor:
+    from sparkchat.kernels.cpu.laws import soften
+
+    laws = torch.empty_like(logits)
+    rows = zip(logits.numpy(), peaks.tolist(), laws.numpy(), settings, strict=True)
+    for row, peak, law, (temperature, top_k, top_p, min_p) in rows:
+        if is_greedy(temperature):
+            law[:] = 0.0
+            law[row.argmax()] = 1.0
+        elif 0 < top_k < len(row):
+            law[:] = 0.0
+            top_k_law(row, temperature, int(top_k), top_p, min_p, law)
+        else:
+            soften(row, peak, temperature, law)
+            if top_p < 1.0 or min_p > 0.0:
+                filter_law(law, top_p, min_p)
     return laws
 
 
@@ -296,6 +341,12 @@ def draw(weights: Tensor, u: Tensor) -> Tensor:
     Weights need not sum to one but must not all be zero. An id of weight zero is never returned, whatever u is.
     """
     n, vocab = weights.shape
+    if has_kernels(weights):
+        from sparkchat.kernels.cpu.laws import draw_rows
+
+        drawn = torch.empty(n, dtype=torch.int64)
+        draw_rows(weights.numpy(), u.to(torch.float64).contiguous().numpy(), drawn.numpy())
+        return drawn
     u = u.to(weights.device, torch.float64)[:, None]
     if vocab % _DRAW_BLOCK or vocab == _DRAW_BLOCK:
         return _search(weights.double(), u * weights.sum(dim=-1, keepdim=True, dtype=torch.float64))[:, 0]

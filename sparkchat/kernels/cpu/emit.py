@@ -46,6 +46,14 @@ class Emitter:
     def _pointer(self, address: ir.Value, kind: ir.Type) -> ir.Value:
         return self.builder.inttoptr(address, kind.as_pointer())
 
+    def prefetch(self, address: ir.Value) -> None:
+        """Ask for a line of memory that will be read soon."""
+        i8 = ir.IntType(8).as_pointer()
+        kind = ir.FunctionType(ir.VoidType(), [i8, I32, I32, I32])
+        function = cgutils.get_or_insert_function(self.builder.module, kind, "llvm.prefetch.p0")
+        # To be read, to be kept near, data.
+        self.builder.call(function, [self.builder.inttoptr(address, i8), I32(0), I32(3), I32(1)])
+
     def scalar(self, address: ir.Value) -> ir.Value:
         return self.builder.load(self._pointer(address, F32), align=4)
 

@@ -16,7 +16,7 @@ RECORD_WORDS = 11
 SLAB = 32
 """Rows that a lane block is multiplied with before the next one is read."""
 SCRATCH_BYTES = 2 * SLAB * BYTES
-_SHARES = 64
+_SHARES = 3
 """Parts of a large product that each thread takes on average: some may be held up, and all wait for the last one."""
 
 

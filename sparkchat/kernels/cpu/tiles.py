@@ -23,6 +23,7 @@ GROUP_BYTES = {Q4: GROUP * LANES // 2 + 4 * LANES, Q8: GROUP * LANES + 2 * LANES
 
 _CODE_BYTES = {Q4: GROUP * LANES // 2, Q8: GROUP * LANES, BF16: GROUP * LANES * 2}
 """Of 32 inputs without their scales."""
+_LINE = 64
 _PARTS = 4
 """In which 32 inputs are multiplied: whole, the code would be long."""
 
@@ -56,6 +57,11 @@ class Tile:
 
         def group(g: ir.Value, *totals: ir.Value) -> Values:
             at = [e.at(block, e.times(g, GROUP_BYTES[self.kind])) for block in blocks]
+            # The same place of the block behind: the processor does not look ahead so far by itself.
+            for block in at:
+                behind = e.at(block, e.times(block_bytes, self.width))
+                for line in range(0, GROUP_BYTES[self.kind], _LINE):
+                    e.prefetch(e.at(behind, line))
             here = [e.at(row, e.times(g, GROUP * (4 if self.kind == BF16 else 2))) for row in rows]
             if self.kind == BF16:
                 return self._multiply(e, at, here, list(totals))
