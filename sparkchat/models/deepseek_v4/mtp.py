@@ -250,6 +250,8 @@ class MtpDrafter:
 
         As of ``DsparkDrafter``; the block itself has one row of a request.
         """
+        if not self._target.can_fuse:
+            return
         room = self._target.row_room(cache, most_rows, most_per_request)
         one = Stack.of([self._layer])
         self._fused = FusedStack(one, self._streams_head, self._norm, room, self._target.group)
