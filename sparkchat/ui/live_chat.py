@@ -250,7 +250,7 @@ class LiveChat(EngineSide):
             return
         if job.is_over:
             self._export = None
-            self._answers.note(job.text, "error" if job.error is not None and not job.was_stopped else "notice")
+            self._tell(job.text, "error" if job.error is not None and not job.was_stopped else "notice")
             self._view.transcript.update_rows()
         self.refresh_bars()
 

@@ -34,7 +34,8 @@ class ReplayApp(SparkApp):
         Binding("home", "seek_start", "from the start", id="replay.start"),
         Binding("up", "browse('up')", "scroll up a line", id="replay.up"),
         Binding("down", "browse('down')", "scroll down a line", id="replay.down"),
-        Binding("slash", "write_command", "write a slash command", id="replay.command"),
+        # Before any widget, so that what is typed right after it goes to the prompt already.
+        Binding("slash", "write_command", "write a slash command", id="replay.command", priority=True),
         Binding("q", "leave", "leave", id="replay.leave"),
         *SparkApp.BINDINGS,
     ]
@@ -134,9 +135,13 @@ class ReplayApp(SparkApp):
         self.bridge.start()
         self._show_position()
 
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        # While a command is written, a slash is a letter like any other.
+        return super().check_action(action, parameters) and not (action == "write_command" and self.prompt.display)
+
     def action_write_command(self) -> None:
         self.prompt.display = self.prompt.can_focus = True
-        self.prompt.focus()
+        self.screen.set_focus(self.prompt)
         self.prompt.set_value("/")
 
     def action_stop(self) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from textual._xterm_parser import XTermParser
 
 from sparkchat.errors import UsageError
 from sparkchat.params import GenerateRequest, SamplingParams
@@ -165,6 +166,12 @@ async def test_replay_on_the_screen(recording: Path) -> None:
         await pilot.press("enter")
         await replayed(recording, pilot, app, "it can be watched and inspected")
         assert not app.prompt.display
+        report = recording.with_name("replayed.html")
+        for message in XTermParser().feed(f"/export {report}\r"):  # in a bunch, as a slow line delivers keys
+            message.set_sender(app)
+            app._driver.send_message(message)
+        await replayed(recording, pilot, app, "a report in one file")
+        assert report.stat().st_size > 5000
         await pilot.press("f4")
         await replayed(recording, pilot, app, "steps, ")
         await pilot.press("escape")
