@@ -20,18 +20,19 @@ from sparkchat.kernels.norm.kernel import launch_add_rms_norm
 from sparkchat.kernels.rope.kernel import launch_write_qkv
 
 PREFETCHES = (0, 256, 512, 1024)
-ALL_PARTS = "pnwa"
-"""Products, norms, writes of keys and values, attention."""
+ALL_PARTS = "pnwas"
+"""Products, norms, writes of keys and values, attention; small kernels read what is settled before they wait."""
 KINDS: list[tuple[str, Overlap, int, str]] = [
     ("no overlap", Overlap.NONE, 0, ALL_PARTS),
     ("small kernels early", Overlap.SMALL, 0, ALL_PARTS),
+    ("small kernels early, all reads wait", Overlap.SMALL, 0, "pnwa"),
     *((f"prefetch {n}", Overlap.ALL, n, ALL_PARTS) for n in PREFETCHES),
     *(
         (f"{how}, {without}", which, 0, parts)
         for how, which in (("no overlap", Overlap.NONE), ("small kernels early", Overlap.SMALL))
         for without, parts in (
-            ("products only", "p"), ("no products", "nwa"), ("no norms", "pwa"), ("no writes", "pna"),
-            ("no attention", "pnw"),
+            ("products only", "p"), ("no products", "nwa"), ("no norms", "pwas"), ("no writes", "pnas"),
+            ("no attention", "pnws"),
         )
     ),
 ]  # fmt: skip
@@ -62,6 +63,7 @@ class Step:
 
     def run(self, prefetch: int, parts: str = ALL_PARTS) -> None:
         """All launches, or those of the ``parts`` named by their letters."""
+        is_settled = "p" in parts and "s" in parts
 
         def product(x: Tensor, weight: Tensor, out: Tensor, epilogue: str) -> None:
             if "p" in parts:
@@ -70,18 +72,18 @@ class Step:
 
         def norm(delta: Tensor) -> None:
             if "n" in parts:
-                launch_add_rms_norm(self.x, delta, self.norm, 1e-6, self.h, None)
+                launch_add_rms_norm(self.x, delta, self.norm, 1e-6, self.h, None, is_settled)
 
         qkv, o, down = self.parts
         for (w_qkv, w_o, w_up, w_down), cache in zip(self.weights, self.caches, strict=True):
             norm(down)
             product(self.h, w_qkv, qkv, "partials")
             if "w" in parts:
-                launch_write_qkv(qkv, self.at, self.row, self.rope, cache, self.q, self.qk, 1e-6, None)
+                launch_write_qkv(qkv, self.at, self.row, self.rope, cache, self.q, self.qk, 1e-6, None, is_settled)
             if "a" in parts:
                 launch_decode_attention(
                     self.q, cache, self.starts, self.row, self.at, self.ends, self.mixed, self.space, self.rows, None,
-                    None,
+                    None, None, is_settled,
                 )  # fmt: skip
             product(self.mixed.view(self.rows, D), w_o, o, "partials")
             norm(o)

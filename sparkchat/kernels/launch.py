@@ -51,6 +51,15 @@ def starts_early(is_streaming: bool) -> bool:
     return _overlap is Overlap.ALL or (_overlap is Overlap.SMALL and not is_streaming)
 
 
+def reads_ahead(is_settled: bool) -> bool:
+    """Whether a kernel may read what is settled before it waits.
+
+    ``is_settled``: a streaming kernel lies between the last writer of what the caller names so and this launch. Where
+    only small kernels start early, that one began when all before it had ended.
+    """
+    return is_settled and _overlap is Overlap.SMALL
+
+
 @contextmanager
 def started_by(start: Callable[..., Any]) -> Iterator[None]:
     """Within the block, ``start(kernel, grid, *arguments, **options)`` stands in for the launch: for compiling only."""

@@ -83,7 +83,8 @@ class FusedStack:
         def norm(weight: Tensor, eps: float, tapped: int | None) -> None:
             is_tapped = features is not None and tapped in taps
             tap = features[:, list(taps).index(tapped)] if is_tapped and tapped is not None else None
-            add_rms_norm(x, delta, weight, eps, normed, tap)
+            # From the second on, a product lies behind the norm that wrote x.
+            add_rms_norm(x, delta, weight, eps, normed, tap, is_settled=delta is not None)
 
         for index, layer in enumerate(self._stack.layers):
             norm(layer.input_norm.weight, layer.input_norm.eps, index - 1)
@@ -98,6 +99,7 @@ class FusedStack:
                 q,
                 qk_norm=None if layer.qk_norm is None else layer.qk_norm.weight,
                 eps=shape.rms_eps,
+                is_settled=True,
             )
             decode_attention(
                 q,
@@ -110,6 +112,7 @@ class FusedStack:
                 self._workspace,
                 max_rows=self._most_per_request,
                 window=store.window,
+                is_settled=True,
             )
             delta = product(mixed.flatten(1), layer.o, "partials")
             norm(layer.post_norm.weight, layer.post_norm.eps, None)

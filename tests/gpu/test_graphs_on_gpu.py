@@ -36,8 +36,8 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
     "filtered": {"temperature": 0.8, "top_k": 30, "top_p": 0.9, "min_p": 0.01},
 }
 FORMS = ("torch", "kernels", "small", "overlap")
-"""Captured steps of torch's operations; of the kernels; of the kernels, the small ones or all of them starting while the
-one before ends.
+"""Captured steps of torch's operations; of the kernels; of the kernels, the small ones or all of them starting while
+the one before ends.
 They are compared with the form "loop", the reference path."""
 LOWEST_P = 1e-4
 Open = Callable[..., Runner]

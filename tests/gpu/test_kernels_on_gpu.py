@@ -359,12 +359,14 @@ def layer(state: dict[str, Tensor], space: object) -> None:
     s = state
     add_rms_norm(s["x"], s["down_parts"], s["norm"], 1e-6, s["h"])
     small_gemm(s["h"], s["w_qkv"], s["qkv_parts"], epilogue="partials")
-    write_qkv(s["qkv_parts"], s["positions"], s["rows"], s["rope"], s["cache"], s["q"], qk_norm=s["qk"], eps=1e-6)
+    write_qkv(s["qkv_parts"], s["positions"], s["rows"], s["rope"], s["cache"], s["q"], qk_norm=s["qk"], eps=1e-6,
+              is_settled=True)  # fmt: skip
     decode_attention(
-        s["q"], s["cache"], s["starts"], s["rows"], s["positions"], s["ends"], s["mixed"], space, max_rows=8
+        s["q"], s["cache"], s["starts"], s["rows"], s["positions"], s["ends"], s["mixed"], space, max_rows=8,
+        is_settled=True,
     )  # type: ignore[arg-type]  # fmt: skip
     small_gemm(s["mixed"].view(8, 4096), s["w_o"], s["o_parts"], epilogue="partials")
-    add_rms_norm(s["x"], s["o_parts"], s["norm"], 1e-6, s["h"])
+    add_rms_norm(s["x"], s["o_parts"], s["norm"], 1e-6, s["h"], is_settled=True)
     small_gemm(s["h"], s["w_up"], s["up"], epilogue="silu_mul")
     small_gemm(s["up"], s["w_down"], s["down_parts"], epilogue="partials")
 

@@ -28,7 +28,7 @@ from sparkchat.engine.loading import load_pair
 from sparkchat.kernels.accept.kernel import launch_accept_block
 from sparkchat.kernels.attention.kernel import launch_decode_attention
 from sparkchat.kernels.gemm.kernel import launch_small_gemm
-from sparkchat.kernels.launch import overlap, started_by
+from sparkchat.kernels.launch import Overlap, overlap, started_by
 from sparkchat.kernels.markov.kernel import launch_markov_block
 from sparkchat.kernels.norm.kernel import launch_add_rms_norm
 from sparkchat.kernels.planner.kernel import launch_plan_lengths
@@ -53,24 +53,26 @@ def accept_block(
     launch_accept_block(*given, drafts, draft_laws, draft_index, target_to_draft, caps, chance)
 
 
-def decode_attention(*given: Any, max_rows: int, window: int | None = None) -> None:
-    launch_decode_attention(*given, max_rows, window, None)
+def decode_attention(*given: Any, max_rows: int, window: int | None, is_settled: bool) -> None:
+    launch_decode_attention(*given, max_rows, window, None, None, is_settled)
 
 
-def write_qkv(*given: Any, qk_norm: Any = None, eps: float = 0.0) -> None:
-    launch_write_qkv(*given, qk_norm, eps, None)
+def write_qkv(*given: Any, qk_norm: Any, eps: float, is_settled: bool) -> None:
+    launch_write_qkv(*given, qk_norm, eps, None, is_settled)
 
 
-def write_context(*given: Any, k_norm: Any, eps: float) -> None:
-    launch_write_context(*given, k_norm, eps)
+def write_context(*given: Any, k_norm: Any, eps: float, is_settled: bool) -> None:
+    launch_write_context(*given, k_norm, eps, is_settled)
 
 
 def plan_lengths(*given: Any, budget: Any) -> None:
     launch_plan_lengths(*given, 0, 0.0, budget)
 
 
-def add_rms_norm(x: Any, delta: Any, weight: Any, eps: float, out: Any, tap: Any = None) -> None:
-    launch_add_rms_norm(x, delta, weight, eps, out, tap)
+def add_rms_norm(
+    x: Any, delta: Any, weight: Any, eps: float, out: Any, tap: Any = None, *, is_settled: bool = False
+) -> None:
+    launch_add_rms_norm(x, delta, weight, eps, out, tap, is_settled)
 
 
 REPLACED = {
@@ -126,7 +128,7 @@ def compile_pair(name: str, spec: dict[str, Any]) -> None:
     step = decoder._step
     step._enters = True
     most = loaded.concurrency
-    with started_by(start), overlap():
+    with started_by(start), overlap(Overlap.SMALL):
         for count in (1, 2, most) if pair.drafter is not None else ():
             step.draft(count, Draws.SAMPLED)
             step.draft(count, Draws.FILTERED)

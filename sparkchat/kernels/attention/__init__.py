@@ -55,16 +55,20 @@ def decode_attention(
     max_rows: int,
     window: int | None = None,
     pages: Tensor | None = None,
+    is_settled: bool = False,
 ) -> None:
     """out [N, H, D] = attention of q [N, H, D] over the cached positions from max(0, position - window + 1) below end.
 
     cache [pages, 2K, slots, D] of one layer; starts [R+1] int32; rows [N] int32; positions, ends [N]; at most
-    ``max_rows`` rows a request. Rows from starts[R] on are left alone. Raises ValueError where a shape is not one the
-    kernel takes.
+    ``max_rows`` rows a request. Rows from starts[R] on are left alone. ``is_settled``: a product lies between what
+    wrote starts, rows, positions and ends and this launch (launch.reads_ahead). Raises ValueError where a shape is not
+    one the kernel takes.
     """
     if not q.is_cuda:
         decode_attention_reference(q, cache, starts, rows, positions, ends, out, window, pages)
         return
     from sparkchat.kernels.attention.kernel import launch_decode_attention
 
-    launch_decode_attention(q, cache, starts, rows, positions, ends, out, workspace, max_rows, window, pages)
+    launch_decode_attention(
+        q, cache, starts, rows, positions, ends, out, workspace, max_rows, window, pages, None, is_settled
+    )

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparkchat.kernels.launch import launch, power_of_two, wait
+from sparkchat.kernels.launch import launch, power_of_two, reads_ahead, wait
 
 if TYPE_CHECKING:
     from sparkchat.kernels.attention import AttentionWorkspace
@@ -125,12 +125,13 @@ def _attend(
     scale, page_stride, head_stride, slot_stride, pages_stride, capacity, page_size, num_spans,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, QUERIES: tl.constexpr, TILES: tl.constexpr,
     PROGRAMS: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr, PAGED: tl.constexpr,
-    EXACT: tl.constexpr, INSIDE: tl.constexpr, PDL: tl.constexpr,
+    EXACT: tl.constexpr, INSIDE: tl.constexpr, SETTLED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     ROWS: tl.constexpr = QUERIES // GROUP
     request = tl.program_id(0) // TILES
     head = tl.program_id(1)
-    wait(PDL)
+    if not SETTLED:
+        wait(PDL)
     first = tl.load(starts_ptr + request) + (tl.program_id(0) % TILES) * ROWS
     count = tl.minimum(tl.load(starts_ptr + request + 1) - first, ROWS)
     if count > 0:
@@ -146,9 +147,11 @@ def _attend(
         lowest = tl.min(tl.where(is_query, low, 2147483647), axis=0)
         highest = tl.max(end, axis=0)
         slot_of_query = row * (GROUP * KV_HEADS) + (query % GROUP) * KV_HEADS + head
+        cache_row = tl.load(rows_ptr + first).to(tl.int64)
+        if SETTLED:
+            wait(PDL)
         q = tl.load(q_ptr + slot_of_query[:, None] * DIM + dim[None, :], mask=is_query[:, None], other=0.0)
         q = q.to(cache_ptr.dtype.element_ty)
-        cache_row = tl.load(rows_ptr + first).to(tl.int64)
         key_base = cache_ptr + head * head_stride
         value_base = key_base + KV_HEADS * head_stride
         first_span = _span_of(lowest, UNIT)
@@ -194,17 +197,20 @@ def _attend(
                 tl.store(mixed_ptr + part[:, None] * DIM + dim[None, :], mixed, mask=is_query[:, None])
                 tl.store(stats_ptr + part * 2, top, mask=is_query)
                 tl.store(stats_ptr + part * 2 + 1, tl.sum(totals, axis=1), mask=is_query)
+    elif SETTLED:
+        wait(PDL)
 
 
 @triton.jit
 def _join_spans(
     mixed_ptr, stats_ptr, starts_ptr, positions_ptr, ends_ptr, out_ptr, num_requests, num_spans,
     HEADS: tl.constexpr, DIM: tl.constexpr, PIECE: tl.constexpr, AHEAD: tl.constexpr, UNIT: tl.constexpr,
-    WINDOW: tl.constexpr, PDL: tl.constexpr,
+    WINDOW: tl.constexpr, SETTLED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
-    wait(PDL)
+    if not SETTLED:
+        wait(PDL)
     if row < tl.load(starts_ptr + num_requests):
         dim = tl.program_id(2) * PIECE + tl.arange(0, PIECE)
         end = tl.load(ends_ptr + row).to(tl.int32)
@@ -213,6 +219,8 @@ def _join_spans(
             low = tl.maximum(tl.load(positions_ptr + row).to(tl.int32) - WINDOW + 1, 0)
         first_span = _span_of(low, UNIT)
         last_span = _span_of(tl.maximum(end - 1, low), UNIT)
+        if SETTLED:
+            wait(PDL)
         base = (row * HEADS + head) * num_spans + tl.arange(0, 1)
         run_top = tl.full((1,), float("-inf"), tl.float32)
         run_total = tl.zeros((1,), tl.float32)
@@ -229,6 +237,8 @@ def _join_spans(
                 run_top, run_total, run_mixed = _fold(run_top, run_total, run_mixed, top, total, mixed)
         out = out_ptr + (row * HEADS + head) * DIM + dim[None, :]
         tl.store(out, (run_mixed / run_total[:, None]).to(out_ptr.dtype.element_ty))
+    elif SETTLED:
+        wait(PDL)
 
 
 def launch_decode_attention(
@@ -244,6 +254,7 @@ def launch_decode_attention(
     window: int | None,
     pages: Tensor | None,
     tile: Tile | None = None,
+    is_settled: bool = False,
 ) -> None:
     """See ``decode_attention``. ``tile`` stands in for the tuned one, for measuring."""
     from sparkchat.kernels.attention import UNIT
@@ -266,14 +277,15 @@ def launch_decode_attention(
         page_size if pages is None else pages.shape[1] * page_size, page_size, spans,
         KV_HEADS=kv_heads, GROUP=group, DIM=dim, QUERIES=QUERIES, TILES=tiles, PROGRAMS=programs, UNIT=UNIT,
         BLOCK=tile.keys, WINDOW=window or 0, PAGED=pages is not None, EXACT=is_exact, INSIDE=programs == 1,
-        num_warps=tile.warps, num_stages=tile.stages,
+        SETTLED=reads_ahead(is_settled),         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     if programs > 1:
         piece = min(dim, _PIECE)
         launch(
             _join_spans, (num_rows, heads, dim // piece),
             workspace.mixed, workspace.stats, starts, positions, ends, out, requests, spans,
-            HEADS=heads, DIM=dim, PIECE=piece, AHEAD=_AHEAD, UNIT=UNIT, WINDOW=window or 0, num_warps=1,
+            HEADS=heads, DIM=dim, PIECE=piece, AHEAD=_AHEAD, UNIT=UNIT, WINDOW=window or 0,
+            SETTLED=reads_ahead(is_settled), num_warps=1,
         )  # fmt: skip
 
 

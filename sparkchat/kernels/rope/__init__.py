@@ -18,19 +18,21 @@ def write_qkv(
     qk_norm: Tensor | None = None,
     eps: float = 0.0,
     pages: Tensor | None = None,
+    is_settled: bool = False,
 ) -> None:
     """Rotate queries into q and store keys and values at their positions.
 
     qkv [N, (H+2K)*D], or partial sums [S, N, ...] float32; positions [N]; rows [N] int32, -1 stores nothing; rope
     [P, D] float32 (cosine, sine side by side); cache [pages, 2K, slots, D] of one layer, keys before values; q
     [N, H, D]; qk_norm [H+K, D] float32; pages [cache rows, n] int32, None where cache row and page are one.
+    ``is_settled``: a product lies between what wrote positions and rows and this launch (launch.reads_ahead).
     """
     if not q.is_cuda:
         write_qkv_reference(qkv, positions, rows, rope, cache, q, qk_norm, eps, pages)
         return
     from sparkchat.kernels.rope.kernel import launch_write_qkv
 
-    launch_write_qkv(qkv, positions, rows, rope, cache, q, qk_norm, eps, pages)
+    launch_write_qkv(qkv, positions, rows, rope, cache, q, qk_norm, eps, pages, is_settled)
 
 
 def write_context(
@@ -42,15 +44,16 @@ def write_context(
     *,
     k_norm: Tensor | None = None,
     eps: float = 0.0,
+    is_settled: bool = False,
 ) -> None:
     """Store keys and values of all L layers of a drafter at their positions.
 
     kv [N, L*2K*D], or partial sums [S, N, ...] float32; positions [N]; rows [N] int32, -1 stores nothing; rope [P, D]
-    float32; cache [L, cache rows, 2K, slots, D]; k_norm [L, K, D] float32.
+    float32; cache [L, cache rows, 2K, slots, D]; k_norm [L, K, D] float32. ``is_settled`` as in ``write_qkv``.
     """
     if not kv.is_cuda:
         write_context_reference(kv, positions, rows, rope, cache, k_norm, eps)
         return
     from sparkchat.kernels.rope.kernel import launch_write_context
 
-    launch_write_context(kv, positions, rows, rope, cache, k_norm, eps)
+    launch_write_context(kv, positions, rows, rope, cache, k_norm, eps, is_settled)

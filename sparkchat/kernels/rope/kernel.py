@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparkchat.kernels.launch import launch, wait
+from sparkchat.kernels.launch import launch, reads_ahead, wait
 
 
 @triton.jit
@@ -15,7 +15,7 @@ def _write_qkv(
     qkv_stride, part_stride, layer_stride, page_stride, head_stride, slot_stride, pages_stride, capacity, page_size,
     eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PARTS: tl.constexpr, HAS_NORM: tl.constexpr,
-    PAGED: tl.constexpr, PDL: tl.constexpr,
+    PAGED: tl.constexpr, SETTLED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -25,7 +25,15 @@ def _write_qkv(
     cache_ptr += layer.to(tl.int64) * layer_stride
     pair = tl.arange(0, DIM // 2)
     is_turned = head < HEADS + KV_HEADS
-    wait(PDL)
+    if not SETTLED:
+        wait(PDL)
+    position = tl.load(positions_ptr + row).to(tl.int64)
+    cache_row = tl.load(rows_ptr + row).to(tl.int64)
+    angle = rope_ptr + position * DIM + 2 * pair
+    cos = tl.load(angle, mask=is_turned, other=1.0)
+    sin = tl.load(angle + 1, mask=is_turned, other=0.0)
+    if SETTLED:
+        wait(PDL)
     base = qkv_ptr + row * qkv_stride + head * DIM + 2 * pair
     left = tl.load(base).to(tl.float32)
     right = tl.load(base + 1).to(tl.float32)
@@ -37,10 +45,6 @@ def _write_qkv(
         weight = norm_ptr + head * DIM + 2 * pair
         left = tl.where(is_turned, left * scale * tl.load(weight, mask=is_turned, other=1.0), left)
         right = tl.where(is_turned, right * scale * tl.load(weight + 1, mask=is_turned, other=1.0), right)
-    position = tl.load(positions_ptr + row).to(tl.int64)
-    angle = rope_ptr + position * DIM + 2 * pair
-    cos = tl.load(angle, mask=is_turned, other=1.0)
-    sin = tl.load(angle + 1, mask=is_turned, other=0.0)
     turned_left = left * cos - right * sin
     turned_right = left * sin + right * cos
     if head < HEADS:
@@ -48,7 +52,6 @@ def _write_qkv(
         tl.store(out, turned_left.to(q_ptr.dtype.element_ty))
         tl.store(out + 1, turned_right.to(q_ptr.dtype.element_ty))
     else:
-        cache_row = tl.load(rows_ptr + row).to(tl.int64)
         if cache_row >= 0:
             slot = position % capacity
             page = cache_row
@@ -70,17 +73,25 @@ def launch_write_qkv(
     qk_norm: Tensor | None,
     eps: float,
     pages: Tensor | None,
+    is_settled: bool = False,
 ) -> None:
     """See ``write_qkv``."""
     num_rows, heads, dim = q.shape
-    _launch(qkv, positions, rows, rope, cache[None], q, num_rows, heads, dim, qk_norm, eps, pages)
+    _launch(qkv, positions, rows, rope, cache[None], q, num_rows, heads, dim, qk_norm, eps, pages, is_settled)
 
 
 def launch_write_context(
-    kv: Tensor, positions: Tensor, rows: Tensor, rope: Tensor, cache: Tensor, k_norm: Tensor | None, eps: float
+    kv: Tensor,
+    positions: Tensor,
+    rows: Tensor,
+    rope: Tensor,
+    cache: Tensor,
+    k_norm: Tensor | None,
+    eps: float,
+    is_settled: bool = False,
 ) -> None:
     """See ``write_context``."""
-    _launch(kv, positions, rows, rope, cache, kv, positions.shape[0], 0, cache.shape[4], k_norm, eps, None)
+    _launch(kv, positions, rows, rope, cache, kv, positions.shape[0], 0, cache.shape[4], k_norm, eps, None, is_settled)
 
 
 def _launch(
@@ -96,6 +107,7 @@ def _launch(
     norm: Tensor | None,
     eps: float,
     pages: Tensor | None,
+    is_settled: bool,
 ) -> None:
     """cache [layers, pages, 2K, slots, D]; q is not touched with 0 heads."""
     layers, kv_heads, page_size = cache.shape[0], cache.shape[2] // 2, cache.shape[3]
@@ -108,5 +120,5 @@ def _launch(
         0 if pages is None else pages.stride(0),
         page_size if pages is None else pages.shape[1] * page_size, page_size, eps,
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, PARTS=parts, HAS_NORM=norm is not None, PAGED=pages is not None,
-        num_warps=1,
+        SETTLED=reads_ahead(is_settled), num_warps=1,
     )  # fmt: skip

@@ -75,6 +75,7 @@ class ContextProjection:
             cache,
             k_norm=self._fused_norm,
             eps=self._k_norm.eps,
+            is_settled=True,
         )
         return True
 
