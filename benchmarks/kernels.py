@@ -33,6 +33,7 @@ from kernel_inputs import DIM, HALF, HEADS, KV, PRODUCTS, RANK, VOCAB, Case, D, 
 from kernel_steps import KINDS, Step, time_steps
 from torch import Tensor
 from v4_products import V4_GROUPS
+from v4_rows import V4_ROW_GROUPS
 
 from sparkchat.kernels.accept import AcceptBuffers
 from sparkchat.kernels.accept import kernel as accept_kernel
@@ -297,6 +298,7 @@ GROUPS: dict[str, Callable[[Maker], Iterator[Case]]] = {
     "small": small_cases,
     "sampling": sampling_cases,
     **V4_GROUPS,
+    **V4_ROW_GROUPS,
 }
 
 
