@@ -93,9 +93,24 @@ side (models/weights.py). "half" is bf16 or fp16; fp32 works everywhere and is e
         x [N, d] half, any N; an expert is read once for each 8 (N <= 8) or 16 of its rows. Fills buffers.parts
         [k+1, N, d] fp32: partial sums of the mixture, the shared expert's last. add_parts(parts, out) adds them.
 
-Programmatic dependent launch: within ``with sparkchat.kernels.launch.overlap():`` each kernel's start overlaps the end
-of the one before it on the stream, and products call their first weights into L2 meanwhile. Capture inside the block;
-all kernels here wait for what came before them before they read or write anything that changes. Off unless asked for.
+    from sparkchat.kernels.seats import PackedRows, enter_block, enter_rows, limit, settle
+        A captured step's bookkeeping, a launch before the layers and one behind: verify lengths, packed rows with their
+        embeddings, the record for the host, anchors and lengths of the next round. Over the tensors of
+        engine/captured/state.py; the reference is engine/captured/step.py.
+
+    from sparkchat.kernels.rope import write_context
+    write_context(kv, positions, rows, rope, cache, *, k_norm=None, eps=0.0)
+        keys and values of all layers of a drafter from target features: kv [N, L*2K*D] or partial sums, cache
+        [L, cache rows, 2K, slots, D], k_norm [L, K, D] fp32.
+
+Filters: buffers made with ``has_filters=True`` let all multiprocessors find the thresholds of top-k, top-p and min-p
+together, by two more launches for every law (sampling/select.py). Without, a law with filters is as right and slow.
+
+Programmatic dependent launch: within ``with sparkchat.kernels.launch.overlap(which):`` a kernel's start overlaps the
+end of the one before it on the stream: of all (products then call their first weights into L2 meanwhile), or, with
+``Overlap.SMALL``, of all but those that stream a large matrix. Capture inside the block; all kernels here wait for what
+came before them before they read or write anything that changes, but for what a caller says is settled
+(``is_settled``, launch.reads_ahead). Off unless asked for.
 
 Where results do depend on what is beside a row: nowhere within one dtype and one weight shape, up to the 64 rows a
 product takes in one tile and beyond; kernels and cuBLAS (which callers may take for many rows) sum in different orders.
