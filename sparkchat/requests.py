@@ -50,8 +50,8 @@ def build_request(line: dict[str, Any], request_id: str, config: RunConfig) -> G
     is_exact = raw or given[0] == "prompt_ids"
     _refuse_pointless(line, is_exact)
     think = None if is_exact else _option(line, "think", config.think)
-    # Without thinking the run's own level has no meaning; the line's own is refused with the reason.
-    effort = None if is_exact or think is False else config.reasoning_effort
+    # Where a line asks for no thinking, the run's level has no meaning; its own is refused with the reason.
+    effort = None if is_exact or line.get("think") is False else config.reasoning_effort
     return GenerateRequest(
         id=request_id,
         **{given[0]: _PROMPT_CHECKS[given[0]](line[given[0]])},

@@ -281,6 +281,11 @@ def _is_shipped(setting: Setting) -> bool:
     return setting.source.startswith("shipped")
 
 
+def is_level_typed(options: Resolution) -> bool:
+    """A level of effort that was asked for, which asks for thinking whatever a profile says of that."""
+    return options.is_typed("reasoning_effort") and not options.is_typed("think")
+
+
 def build_config(
     options: Resolution, model: ModelRef, drafter: DrafterRef, files: tuple[Located, Located | None], paths: Paths
 ) -> RunConfig:
@@ -313,7 +318,7 @@ def build_config(
         spec=spec,
         sampling=options.sampling(),
         system=options["system"],
-        think=options["think"],
+        think=None if is_level_typed(options) and not options["think"] else options["think"],
         reasoning_effort=options["reasoning_effort"],
         label=model.name if profile is None else profile.get("model.label", model.name),
         reason_off=drafter.reason_off,

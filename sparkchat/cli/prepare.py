@@ -84,6 +84,10 @@ def refuse_pointless(ctx: typer.Context, options: Resolution) -> None:
         for name in ("system", "think", "reasoning_effort"):
             if options.is_typed(name):
                 raise UsageError(f"{options.asked(name)} has no place with --raw, which sends the exact text; drop one")
+    if options.is_typed("reasoning_effort") and options.is_typed("think") and not options["think"]:
+        raise UsageError(
+            f"{options.asked('reasoning_effort')} says how long to think, and thinking was switched off; drop one"
+        )
     if ctx.params.get("force") and ctx.params["trace"] is None:
         raise UsageError("--force overwrites a trace file, but no --trace FILE was given; add it, or drop --force")
 

@@ -57,7 +57,7 @@ def read_chat(body: Body, config: RunConfig, info: Mapping[str, Any]) -> Asked:
             "top_logprobs needs logprobs; set logprobs to true, or leave top_logprobs out", "top_logprobs"
         )
     think = _think(body, config)
-    prompt |= {"think": think, "reasoning_effort": _effort(body, None if think is False else config.reasoning_effort)}
+    prompt |= {"think": think, "reasoning_effort": _effort(body, think, config)}
     return _asked(body, config, "chatcmpl", [prompt], limit, (count or 0) if wants else None)
 
 
@@ -182,10 +182,10 @@ def _think(body: Body, config: RunConfig) -> bool | None:
     return asked[0] if asked else config.think
 
 
-def _effort(body: Body, default: str | None) -> str | None:
-    """In a word of the model's."""
+def _effort(body: Body, think: bool | None, config: RunConfig) -> str | None:
+    """In a word of the model's; the server's own where the request thinks."""
     value = _text(body, "reasoning_effort")
-    return default if value is None else value
+    return value if value is not None else None if think is False else config.reasoning_effort
 
 
 def _stream_options(body: Body) -> dict[str, bool]:

@@ -105,5 +105,7 @@ def test_levels_in_a_chat_and_where_there_are_none(cli: Cli, folder_of: Callable
     assert "thinking: auto (the model's template decides)\n" in done.out
     unknown = cli("run", folder_of("dspark"), "--reasoning-effort", "high", *SMALL, "Hi")
     assert unknown.code == 2 and "does not say which release" in unknown.err and "--profile" in unknown.err
+    off = cli("run", folder_of("dspark"), "--reasoning-effort", "high", "--no-think", *SMALL, "Hi")
+    assert off.code == 2 and "--reasoning-effort high says how long to think, and thinking was switched off" in off.err
     exact = cli("run", folder_of("dspark"), "--reasoning-effort", "high", *SMALL, "--prompt-ids", "5")
     assert exact.code == 2 and "--reasoning-effort has no place with --prompt-ids" in exact.err

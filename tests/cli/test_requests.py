@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -47,6 +48,21 @@ def test_a_line_takes_the_runs_options_where_it_gives_none() -> None:
     assert (made.sampling.temperature, made.sampling.top_k, made.sampling.stop) == (0.5, 4, ("END",))
     assert made.sampling.logit_bias == ((5, -1.5),)
     assert (made.mode, made.block_size) == ("compact", 2)
+
+
+def test_a_level_of_effort_is_the_lines_own_the_runs_or_none_without_thinking() -> None:
+    config = replace(CONFIG, reasoning_effort="high")
+
+    def effort(**line: Any) -> str | None:
+        return build_request({"prompt": "hi", **line}, "r1", config).reasoning_effort
+
+    assert [effort(), effort(reasoning_effort="max"), effort(think=False)] == ["high", "max", None]
+    assert effort(think=False, reasoning_effort="max") == "max"  # which the engine refuses
+    assert effort(raw=True) is None
+    with pytest.raises(UsageError, match="reasoning_effort has no place in a request whose input is exact"):
+        effort(raw=True, reasoning_effort="max")
+    with pytest.raises(UsageError, match=r"reasoning_effort is 3; give a text"):
+        effort(reasoning_effort=3)
 
 
 def test_null_means_the_runs_own_except_where_null_is_a_value() -> None:

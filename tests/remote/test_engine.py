@@ -198,6 +198,7 @@ def test_thinking_is_switched_by_the_template(play: Play, connect: Connect) -> N
         (LLAMA_CPP, {"sampling": {"min_tokens": 5}}, "--min-tokens"),
         (LLAMA_CPP_PYTHON, {"sampling": {"ignore_eos": True}}, "--ignore-eos"),
         (LLAMA_CPP_PYTHON, {"think": True}, "thinking"),
+        (VLLM, {"reasoning_effort": "high"}, "--reasoning-effort"),
         (LLAMA_CPP_PYTHON, {"prompt_ids": (1,)}, "token ids"),
         (SGLANG, {"prompt": "x", "raw": True}, "--max-tokens"),
         (VLLM, {"mode": "compact"}, "decides how drafts are made"),

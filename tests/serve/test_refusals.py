@@ -74,6 +74,7 @@ WRONG_FIELDS: list[tuple[str, Json, str]] = [
     (CHAT, {"messages": HI, "accept_cap": 0}, "accept_cap"),
     (CHAT, {"messages": HI, "draft_temperature": "hot"}, "draft_temperature"),
     (CHAT, {"messages": HI, "think": 1}, "think"),
+    (CHAT, {"messages": HI, "reasoning_effort": 1}, "reasoning_effort"),
     (CHAT, {"messages": HI, "chat_template_kwargs": {"colour": True}}, "chat_template_kwargs"),
     (CHAT, {"messages": HI, "temprature": 1}, "temprature"),
     (CHAT, {"messages": HI, "prompt": "hi"}, "prompt"),
