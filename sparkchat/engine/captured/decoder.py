@@ -109,6 +109,9 @@ class CapturedDecoder:
         """Capture what the first requests will replay: up to ``largest`` rows, the largest first, so that all others
         find room in the memory it took."""
         tiers = [rows for rows in reversed(self._rows) if rows <= largest]
+        if self._step.draws_on_device:
+            # The kernels of filters take seconds to compile: not in the middle of a chat.
+            draws = [*draws, Draws.FILTERED]
         draws = list(dict.fromkeys(map(self._kind, draws)))
         total = len(draws) * len(tiers)
         for number, (kind, rows) in enumerate((k, r) for k in draws for r in tiers):
