@@ -123,12 +123,13 @@ def test_logits_are_those_of_the_cpu(folder: Folders, has_roundings: bool) -> No
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_packed_weights_give_the_bits_of_unpacked_ones(folder: Folders, dtype: torch.dtype) -> None:
+def test_packed_weights_give_what_unpacked_ones_give(folder: Folders, dtype: torch.dtype) -> None:
     packed, unpacked = (
         outputs(load(folder("tiny"), GPU, dtype=dtype, is_packed=is_packed), GPU, ids_of(60), SIZES)
         for is_packed in (True, False)
     )
-    assert torch.equal(packed, unpacked)
+    # Kernels take packed weights in bfloat16 where they lie in tiles, and sum in another order.
+    assert torch.equal(packed, unpacked) if dtype == torch.float32 else relative(packed, unpacked) < 2e-2
 
 
 def test_bfloat16_stays_close(folder: Folders) -> None:

@@ -191,3 +191,34 @@ def test_a_mixture_in_a_graph_with_overlap_has_the_same_bits(layer) -> None:  # 
         graph.replay()
         torch.cuda.synchronize()
         assert torch.equal(parts, mixed(x, layer, logits)[0])
+
+
+@pytest.mark.parametrize("is_hashed", [False, True])
+@pytest.mark.parametrize("has_roundings", [False, True])
+def test_the_models_mixture_takes_the_kernels(is_hashed: bool, has_roundings: bool) -> None:
+    from fixtures.deepseek_v4 import full_layout, parsed, random_weights, v4_config
+    from sparkchat.models.deepseek_v4.experts import ExpertMixture
+    from sparkchat.models.deepseek_v4.formats import quantize
+    from sparkchat.models.deepseek_v4.scope import Scope, TensorTable
+
+    sizes = {"hidden_size": 512, "moe_intermediate_size": 256, "num_hidden_layers": 2, "compress_ratios": [0, 0]}
+    config = parsed(v4_config(drafter="none", **sizes))
+    layout, prefix = full_layout(config), f"layers.{0 if is_hashed else 1}.ffn."
+    stored = {
+        name: quantize(weight, fp4=layout[name].storage == "fp4")
+        if layout[name].storage in ("fp4", "fp8")
+        else weight.to(HALF)
+        if layout[name].storage == "bf16"
+        else weight
+        for name, weight in random_weights(config).items()
+        if name.startswith(prefix)
+    }
+
+    def mixture_on(device: torch.device, dtype: torch.dtype) -> ExpertMixture:
+        scope = Scope(TensorTable(stored), device, dtype, has_roundings=has_roundings, is_packed=True, prefix=prefix)
+        return ExpertMixture(scope, config, is_hashed=is_hashed)
+
+    x, ids = torch.randn(9, 512).to(HALF), torch.arange(9)
+    ours, plain = mixture_on(CUDA, HALF), mixture_on(torch.device("cpu"), torch.float32)
+    assert ours._tiles is not None and plain._tiles is None
+    assert error(ours(x.to(CUDA), ids.to(CUDA)).cpu(), plain(x.float(), ids)) < (4e-2 if has_roundings else 1e-2)

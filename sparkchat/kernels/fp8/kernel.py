@@ -22,7 +22,7 @@ def _fp8_linear(
     pair, part = tl.program_id(0), tl.program_id(1)
     first_row = tl.program_id(2) * ROWS
     codes = codes_ptr + pair.to(tl.int64) * (STEPS * 4096)
-    if PDL:
+    if PDL and STEPS % PART == 0:
         call_ahead(codes + part * (PART * 4096), PART, WARPS)
     wait(PDL)
     row = first_row + tl.arange(0, WARPS * ROWS) % ROWS
@@ -45,7 +45,7 @@ def launch_fp8_linear(
 ) -> None:
     """See ``fp8_linear``. ``plan`` stands in for the usual one, for measuring."""
     (outs, size), count, is_parts = weight.shape, x.shape[0], out.dim() == 3
-    plan, rows = plan or plan_of(outs, size, is_parts), row_tile(count)
+    plan, rows = plan or plan_of(outs, size, is_parts), row_tile(count, is_rounded)
     launch(
         _fp8_linear, (outs // (2 * OUTS), plan.splits, -(-count // rows)),
         x, weight.tiles, weight.scales, out, count, x.stride(0), out.stride(-2), out.stride(0) if is_parts else 0,

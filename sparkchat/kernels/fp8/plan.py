@@ -52,9 +52,10 @@ def plan_of(out: int, size: int, has_parts: bool = True) -> Fp8Plan:
     return Fp8Plan(warps, splits, 3)
 
 
-def row_tile(rows: int) -> int:
-    """Rows of a tile for so many rows."""
-    return next((tile for tile in ROW_TILES if rows <= tile), ROW_TILES[-1])
+def row_tile(rows: int, is_rounded: bool = False) -> int:
+    """Rows of a tile for so many rows; rounding the largest takes more registers than there are."""
+    tiles = ROW_TILES[:-1] if is_rounded else ROW_TILES
+    return next((tile for tile in tiles if rows <= tile), tiles[-1])
 
 
 def shared_bytes(plan: Fp8Plan, rows: int, bytes_of_step: int = 2 * 16 * STEP) -> int:

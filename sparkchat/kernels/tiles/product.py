@@ -169,9 +169,9 @@ def round_e4m3(x):
 
 @triton.jit
 def call_ahead(codes, STEPS: tl.constexpr, WARPS: tl.constexpr):
-    """Call the fp8 codes of STEPS steps into L2, or of the first WARPS where STEPS is no power of two."""
-    COUNT: tl.constexpr = STEPS if (STEPS & (STEPS - 1)) == 0 else WARPS
-    prefetch(codes + tl.arange(0, COUNT) * 4096, 4096)
+    """Call the fp8 codes of STEPS steps into L2, each thread its share."""
+    EACH: tl.constexpr = STEPS * 4096 // (WARPS * 32)
+    prefetch(codes + tl.arange(0, WARPS * 32) * EACH, EACH)
 
 
 @triton.jit
