@@ -64,8 +64,8 @@ def _draw_from_shortlist(
 ) -> Draft:
     """As ``_draw_block``, over the likeliest tokens alone."""
     uniforms = _uniforms(states, drafting, max(lens))
-    # NaN and +inf both reach the sum of a row.
-    is_sound = base.sum(dim=1).isfinite().tolist()
+    # NaN and +inf both reach the peak of a row.
+    is_sound = sampling.row_peaks(base).isfinite().tolist()
     proposal, befores, damaged = shortlist.draw_block(pair, states, lens, drafting, row_starts, hidden, base, uniforms)
     places = [(r, k) for r in drafting for k in range(lens[r])]
     before = [torch.tensor(tokens) for tokens in befores]

@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sparkchat.kernels import cpu
+
 _ROUNDS = 10
 _MASK = np.uint64(0xFFFFFFFF)
 _HALF = np.uint64(32)
@@ -43,6 +45,12 @@ def uniforms(seeds: Sequence[int], rounds: Sequence[int], slot0: int, n: int, ki
 
     ``seeds`` and ``rounds`` are R whole numbers in [0, 2^64); a round is one decode step of that request.
     """
+    if cpu.is_loaded():
+        from sparkchat.kernels.cpu.philox import fill_uniforms
+
+        out = np.empty((len(seeds), n))
+        fill_uniforms(np.array(seeds, np.uint64), np.array(rounds, np.uint64), slot0, np.uint64(int(kind)), out)
+        return torch.from_numpy(out)
     num_requests = len(seeds)
     seed = np.repeat(np.array(seeds, dtype=np.uint64), n)
     step = np.repeat(np.array(rounds, dtype=np.uint64), n)

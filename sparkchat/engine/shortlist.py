@@ -160,4 +160,5 @@ def _draw(law: np.ndarray, u: float) -> int:
     """Inverse CDF; an entry of zero is never drawn."""
     sums = np.cumsum(law, dtype=np.float64)
     place = int(np.searchsorted(sums, u * sums[-1], side="right"))
-    return min(place, int(np.flatnonzero(law)[-1]))
+    # The first sum above a number is that of an entry above zero; rounding may leave none above it.
+    return place if place < len(law) else int(np.flatnonzero(law)[-1])

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparkchat.engine import acceptance, sampling
+from sparkchat.engine import acceptance, rng, sampling
 from sparkchat.engine.acceptance import Acceptance, Proposal, accept
 from sparkchat.kernels import cpu
 
@@ -143,3 +143,12 @@ def _counted(function, calls: list[int]):
         return function(*args, **options)
 
     return call
+
+
+def test_random_numbers_are_those_of_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds, rounds = [0, 1, 2**64 - 1, 77], [3, 2**63 + 5, 0, 2**64 - 1]
+    for kind in rng.DrawKind:
+        monkeypatch.setattr(cpu, "is_loaded", lambda: True)
+        ours = rng.uniforms(seeds, rounds, 2, 9, kind)
+        monkeypatch.setattr(cpu, "is_loaded", lambda: False)
+        assert torch.equal(ours, rng.uniforms(seeds, rounds, 2, 9, kind))

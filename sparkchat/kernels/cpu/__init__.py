@@ -52,6 +52,11 @@ def is_supported() -> bool:
     return why_not() is None
 
 
+def is_loaded() -> bool:
+    """Whether this process uses them already: what they do for little, nobody loads them for."""
+    return "sparkchat.kernels.cpu.team" in sys.modules
+
+
 def compiled_folder(cache: Path) -> Path:
     """Where in a cache folder the compiled code lies: by all it was compiled from, for Numba looks at one file."""
     digest = hashlib.sha256()
