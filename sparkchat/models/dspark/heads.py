@@ -121,7 +121,8 @@ def load_head(
 
     w1 = source.take("markov_head.markov_w1.weight", vocab, r).to(device=device, dtype=dtype)
     # Biases of chosen tokens alone pay on the CPU only.
-    rows = source.take("markov_head.markov_w2.weight", draft_vocab, r).to(dtype).float() if device.type == "cpu" else None
+    w2_weight = source.take("markov_head.markov_w2.weight", draft_vocab, r)
+    rows = w2_weight.to(dtype).float() if device.type == "cpu" else None
     w2 = linear("markov_w2", draft_vocab, r)
     if kind == "gated":
         return GatedHead(w1, w2, rows, linear("gate_proj", r, d + r))
