@@ -30,7 +30,7 @@ from sparkchat.kernels.latent_attention.kernel import (
 from sparkchat.kernels.launch import overlap, started_by
 
 D, STREAMS, LATENT, ROPE = 4096, 4, 512, 64
-TILES = (HALF_TILE, Tile(32, 64, 4, 2), Tile(32, 32, 4, 3), Tile(16, 64, 4, 2))
+TILES = (HALF_TILE, Tile(16, 64, 4, 3), Tile(32, 32, 8, 5))
 
 
 def hyper() -> None:

@@ -102,8 +102,8 @@ class LatentAttention:
             return None
         store, index, room = rows.store(self._ratio), rows.index_of(layer), rows.room
         assert store.raw is not None
-        if self._pooling is None:
-            self._pooling = PoolProducts.of(self._compressor, self._indexer)
+        self.join_pools()
+        assert self._pooling is not None
         products = self._pooling(x)
         kind: dict[str, Any] = {"has_roundings": self._has_roundings}
         entries = store.latents.data[index]
@@ -136,6 +136,11 @@ class LatentAttention:
             rotation=self._indexer.rotation,
         )
         return room.chosen[: x.shape[0]]
+
+    def join_pools(self) -> None:
+        """Move what the compressors multiply by into one piece of memory, once, before anything is captured."""
+        if self._compressor is not None and self._pooling is None:
+            self._pooling = PoolProducts.of(self._compressor, self._indexer)
 
     def store_by_kernels(self, x: Tensor, layer: int, rows: RowPass) -> None:
         """Keep the latents of x [N, d] alone, as a drafter does for the features of its context."""

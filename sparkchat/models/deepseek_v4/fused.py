@@ -46,6 +46,8 @@ class FusedStack:
         self._streams = [layer.stream_weights() for layer in stack.layers]
         """Of the attention and of the experts of every layer"""
         self._head = head.kernel_weights()
+        for layer in stack.layers:
+            layer.attention.join_pools()
 
     def run(
         self, streams: Tensor, token_ids: Tensor, rows: RowPass, taps: Sequence[int] = ()

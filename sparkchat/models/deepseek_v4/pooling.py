@@ -14,7 +14,7 @@ from torch import Tensor
 from sparkchat.kernels.gemm import small_gemm
 from sparkchat.models.deepseek_v4.compressor import Compressor
 from sparkchat.models.deepseek_v4.indexer import Indexer
-from sparkchat.models.fused import MOST_SMALL_ROWS
+from sparkchat.models.deepseek_v4.packed import MOST_ROWS
 from sparkchat.models.linear import Linear
 
 
@@ -56,7 +56,7 @@ class PoolProducts:
 
     def __call__(self, x: Tensor) -> Pooled:
         """x [N, d]"""
-        if self._joined is not None and x.shape[0] <= MOST_SMALL_ROWS and x.dtype == self._joined.dtype:
+        if self._joined is not None and x.shape[0] <= MOST_ROWS and x.dtype == self._joined.dtype:
             out = torch.empty((x.shape[0], self._joined.shape[0]), device=x.device)
             small_gemm(x, self._joined, out)
             parts = list(out.split(self._sizes, dim=1))

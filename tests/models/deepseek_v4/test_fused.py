@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from engine.device_only import asking_nothing
+from fixtures.deepseek_v4 import write_tiny_v4
 from fixtures.triton_interpreter import interpreter_that_copes  # noqa: F401
-from models.deepseek_v4.trunks import make_trunk, random_ids, run
+from models.deepseek_v4.trunks import CPU, make_trunk, random_ids, run
 from sparkchat.kernels.compressor.kernel import launch_compress_rows
 from sparkchat.kernels.hyper.kernel import launch_connect_streams
 from sparkchat.kernels.indexer.kernel import launch_choose_entries
@@ -20,6 +21,7 @@ from sparkchat.kernels.latent_attention.kernel import launch_latent_attention, l
 from sparkchat.kernels.launch import started_by
 from sparkchat.models.deepseek_v4 import attention, fused
 from sparkchat.models.deepseek_v4.cache import StateCache
+from sparkchat.models.deepseek_v4.loading import load_trunk
 from sparkchat.models.deepseek_v4.model import DeepseekV4
 from sparkchat.models.rows import RowBatch
 
@@ -73,8 +75,12 @@ def filled(model: DeepseekV4, rows: int) -> StateCache:
 
 @torch.inference_mode()
 def by_rows(
-    model: DeepseekV4, cache: StateCache, spans: list[tuple[int, int, Tensor]], spare: int = 0
-) -> tuple[Tensor, Tensor]:
+    model: DeepseekV4,
+    cache: StateCache,
+    spans: list[tuple[int, int, Tensor]],
+    spare: int = 0,
+    taps: tuple[int, ...] = TAPS,
+) -> tuple[Tensor, Tensor | None]:
     """hidden and taps of spans (cache row, position of the first, ids), with ``spare`` rows of nobody behind them."""
     ids = torch.cat([part for _, _, part in spans])
     positions = torch.cat([torch.arange(start, start + len(part)) for _, start, part in spans])
@@ -85,9 +91,8 @@ def by_rows(
         return torch.cat([x, x.new_zeros(spare)])
 
     batch = RowBatch(longer(ids), longer(positions), longer(rows), longer(positions + 1), starts)
-    hidden, taps = model.decode_rows(batch, cache, TAPS)
-    assert taps is not None
-    return hidden[: len(ids)], taps[: len(ids)]
+    hidden, tapped = model.decode_rows(batch, cache, taps)
+    return hidden[: len(ids)], None if tapped is None else tapped[: len(ids)]
 
 
 def walk(model: DeepseekV4, plain: DeepseekV4, steps: int, widest: int) -> None:
@@ -135,6 +140,37 @@ def test_nothing_is_asked_of_the_host(interpreted: dict[str, int]) -> None:
         batch = RowBatch(rows, rows, rows * 0, rows + 1, torch.zeros(2, dtype=torch.int32))
         model.decode_rows(batch, cache, TAPS)
     assert interpreted["latent_attention"] == 3
+
+
+def test_weights_in_tiles_are_multiplied_together(
+    build_once: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two projections in one product, all output groups in one, and outputs left in parts."""
+    sizes = {
+        **SMALL,
+        "vocab_size": 97,
+        "hidden_size": 128,
+        "q_lora_rank": 128,
+        "num_attention_heads": 16,
+        "o_lora_rank": 32,
+        "num_hidden_layers": 2,
+        "compress_ratios": [0, 4],
+        "dspark_target_layer_ids": [0, 1, 1],
+    }
+    folder = build_once("v4-fused", lambda path: write_tiny_v4(path, drafter="none", **sizes))
+    plain = load_trunk(folder, device=CPU, dtype=None, is_packed=True)
+    for module in ("packed", "gate", "tile_products"):
+        monkeypatch.setattr(f"sparkchat.models.deepseek_v4.{module}.has_kernels", lambda device, dtype: True)
+    model = load_trunk(folder, device=CPU, dtype=None, is_packed=True)
+    assert all(layer.attention._tiles is not None for layer in model.stack.layers)
+    single, ids = plain.new_cache(1, CONTEXT, 64), random_ids(32)
+    wanted = run(plain, single, [(single.allocate(), ids)])
+    cache = filled(model, 1)
+    found = torch.cat([by_rows(model, cache, [(0, n, ids[n : n + 8])], taps=())[0] for n in range(0, 32, 8)])
+    torch.testing.assert_close(found, wanted, atol=2e-3, rtol=2e-3)
+    # A long prompt goes through the same weights, one by one.
+    prompt = model.new_cache(1, CONTEXT, 64)
+    torch.testing.assert_close(run(model, prompt, [(prompt.allocate(), ids)]), wanted, atol=2e-3, rtol=2e-3)
 
 
 def test_taps_are_those_of_the_layers() -> None:
