@@ -23,6 +23,7 @@ import asyncio
 import fcntl
 import hashlib
 import json
+import math
 import os
 import pty
 import select
@@ -42,6 +43,7 @@ from sparkchat.client import EngineClient
 from sparkchat.config import RunConfig
 from sparkchat.params import GenerateRequest, LoadSpec, SamplingParams
 from sparkchat.ui.scripted import ScriptedEngine, ScriptedOptions
+from sparkchat.ui.step_log import MOST_STEPS
 
 ROOT = Path(__file__).resolve().parent.parent
 HERTZ = os.sysconf("SC_CLK_TCK")
@@ -256,9 +258,9 @@ def measure_bars(minutes: float, rate: float, size: tuple[int, int]) -> dict[str
     is_done = terminal.read_until("· cut".encode(), minutes * 60 * 0.5 + 20)
     whole = time.monotonic() - started + 2.0
     terminal.close()
-    first = statistics.median(size for at, size in memory if at < elapsed / 5)
-    last = statistics.median(size for at, size in memory if at > elapsed * 4 / 5)
-    tokens_between = rate * elapsed * 4 / 5
+    fifths = [statistics.median(size for at, size in memory if n <= at * 5 / elapsed < n + 1) for n in range(5)]
+    percentiles = statistics.quantiles(waits, n=100)
+    kept = MOST_STEPS * 3 / rate
     return {
         "minutes": round(elapsed / 60, 2),
         "tokens_per_second": rate,
@@ -268,11 +270,21 @@ def measure_bars(minutes: float, rate: float, size: tuple[int, int]) -> dict[str
         "core_share": round(used / elapsed, 3),
         "keys": len(waits),
         "key_ms_median": round(1000 * statistics.median(waits), 1),
-        "key_ms_p99": round(1000 * statistics.quantiles(waits, n=100)[98], 1),
-        "resident_mb_first_fifth": round(first / 1e6, 1),
-        "resident_mb_last_fifth": round(last / 1e6, 1),
-        "resident_bytes_per_token": round((last - first) / tokens_between, 1),
+        "key_ms_p95": round(1000 * percentiles[94], 1),
+        "key_ms_p99": round(1000 * percentiles[98], 1),
+        "key_ms_most": round(1000 * max(waits), 1),
+        "resident_mb_by_fifths": [round(fifth / 1e6, 1) for fifth in fifths],
+        # From when the log of steps is full, which holds a fixed number of them.
+        "resident_bytes_per_token": round(_slope([(at, size) for at, size in memory if at > kept]) / rate, 1),
     }
+
+
+def _slope(points: list[tuple[float, int]]) -> float:
+    """Bytes a second, by least squares."""
+    if len(points) < 2:
+        return math.nan
+    slope, _ = statistics.linear_regression([at for at, _ in points], [size for _, size in points])
+    return slope
 
 
 def headless_steps(script: str, num_tokens: int) -> float:
@@ -359,7 +371,7 @@ async def measure_growth(name: str, text: str) -> dict[str, Any]:
             app.chat.receive([Batch([update])])
             await asyncio.sleep(0.025)
             times.append(1000 * (time.process_time() - before))
-        num_rows = len(app.transcript.rows)
+        num_rows = app.transcript.num_rows
     app.bridge.close()
     tenth = len(times) // 10
     first, last = statistics.median(times[:tenth]), statistics.median(times[-tenth:])
