@@ -5,7 +5,7 @@
     python3 benchmarks/gpu_decode.py --parts memory,generate --out FILE.json  # 10,000 steps; transformers
     python3 benchmarks/gpu_decode.py --quick --overlap small                  # small kernels start early; or "all"
 
-Every part is written to FILE.json as soon as it is there; parts that the file has of an earlier run are kept.
+Every row is written to FILE.json as soon as it is there; parts that the file has of an earlier run are kept.
 benchmarks/with_peers.sh runs vLLM in the same minutes and puts both into one table.
 
 Weights are random and acceptance is simulated (sparkchat/simulation.py), so speeds are real and texts mean nothing.
@@ -199,42 +199,38 @@ def simulate(engine: Engine, profile: SimulatedAcceptance) -> None:
     engine._captured.simulate(profile)
 
 
-def alone(steps: int) -> list[dict[str, Any]]:
+def alone(steps: int) -> Iterator[dict[str, Any]]:
     """Batch 1: plain steps, and rounds at both acceptance lengths."""
-    rows = []
     with opened() as engine:
-        rows.append({"row": "off, no drafter", **measure(engine, 1, "off", steps)})
+        yield {"row": "off, no drafter", **measure(engine, 1, "off", steps)}
     drafter = {"drafter_path": str(SHAPES / "drafter"), "simulate_acceptance": "chat"}
     with opened(**drafter) as engine:
-        rows.append({"row": "off, drafter loaded", **measure(engine, 1, "off", steps)})
+        yield {"row": "off, drafter loaded", **measure(engine, 1, "off", steps)}
         for length in LENGTHS:
             simulate(engine, acceptance_of_length(length, BLOCK))
-            rows.append({"row": f"DSpark {length}", "length": length, **measure(engine, 1, "static", steps)})
-        rows.append({"row": "DSpark 5.52, temperature 1", **measure(engine, 1, "static", steps, 1.0)})
-        rows.append({"row": "DSpark 5.52, T 1 p .95", **measure(engine, 1, "static", steps, 1.0, top_p=0.95)})
+            yield {"row": f"DSpark {length}", "length": length, **measure(engine, 1, "static", steps)}
+        yield {"row": "DSpark 5.52, temperature 1", **measure(engine, 1, "static", steps, 1.0)}
+        yield {"row": "DSpark 5.52, T 1 p .95", **measure(engine, 1, "static", steps, 1.0, top_p=0.95)}
         for name in ("chat", "code"):
             simulate(engine, SimulatedAcceptance(name, BUILT_IN[name]))
             for mode in ("static", "compact"):
-                rows.append({"row": f"{mode}, {name}", **measure(engine, 1, mode, steps)})
-        rows.append({"row": "cost table", "table": engine.info["cost_table"]})
-    return rows
+                yield {"row": f"{mode}, {name}", **measure(engine, 1, mode, steps)}
+        yield {"row": "cost table", "table": engine.info["cost_table"]}
 
 
-def together(steps: int) -> list[dict[str, Any]]:
+def together(steps: int) -> Iterator[dict[str, Any]]:
     """Batch 8 and 32: plain, rounds at both lengths, and compact against the fixed block at the chat profile."""
-    rows = []
     drafter = {"drafter_path": str(SHAPES / "drafter"), "simulate_acceptance": "chat"}
     with opened(concurrency=32, mode="compact", **drafter) as engine:
         for batch in (8, 32):
-            rows.append({"row": "off", **measure(engine, batch, "off", steps)})
+            yield {"row": "off", **measure(engine, batch, "off", steps)}
             for length in LENGTHS:
                 simulate(engine, acceptance_of_length(length, BLOCK))
-                rows.append({"row": f"DSpark {length}", "length": length, **measure(engine, batch, "static", steps)})
+                yield {"row": f"DSpark {length}", "length": length, **measure(engine, batch, "static", steps)}
         simulate(engine, SimulatedAcceptance(CHAT, BUILT_IN[CHAT]))
         for mode in ("static", "compact", "static", "compact"):
-            rows.append({"row": f"{mode}, chat", "length": chat_length(), **measure(engine, 32, mode, steps)})
-        rows.append({"row": "cost table", "table": engine.info["cost_table"]})
-    return rows
+            yield {"row": f"{mode}, chat", "length": chat_length(), **measure(engine, 32, mode, steps)}
+        yield {"row": "cost table", "table": engine.info["cost_table"]}
 
 
 def chat_length() -> float:
@@ -246,9 +242,8 @@ def chat_length() -> float:
     return round(total, 2)
 
 
-def launches(steps: int) -> list[dict[str, Any]]:
+def launches(steps: int) -> Iterator[dict[str, Any]]:
     """What the device does in a plain step and in a round, launch by launch."""
-    rows = []
     drafter = {"drafter_path": str(SHAPES / "drafter"), "simulate_acceptance": CHAT}
     for name, settings, mode in (("off, no drafter", {}, "off"), ("DSpark, chat", drafter, "static")):
         with opened(**settings) as engine:
@@ -256,10 +251,9 @@ def launches(steps: int) -> list[dict[str, Any]]:
                 engine.submit(request)
             while not engine._scheduler.decoding:
                 engine.step()
-            rows.append({"row": name, **breakdown(engine.step, steps), "state": clocks()})
+            yield {"row": name, **breakdown(engine.step, steps), "state": clocks()}
             engine.cancel("r0")
             engine.step()
-    return rows
 
 
 def memory(steps: int) -> list[dict[str, Any]]:
@@ -342,7 +336,7 @@ def memory_growth(engine: Engine, steps: int) -> dict[str, Any]:
     return {"steps": steps, "mode_switches": 50, "allocated": after[0] - before[0], "reserved": after[1] - before[1]}
 
 
-def smollm(path: str, steps: int) -> list[dict[str, Any]]:
+def smollm(path: str, steps: int) -> Iterator[dict[str, Any]]:
     """SmolLM2-135M, real weights and real acceptance: rounds against plain steps, greedy, ten prompts of text."""
     drafter = ROOT / "sparkchat" / "drafters" / "smollm2-135m"
     texts = [
@@ -351,7 +345,7 @@ def smollm(path: str, steps: int) -> list[dict[str, Any]]:
         "Why is the sky blue?", "How do bees make honey?", "What is recursion?", "Summarise the history of Rome.",
     ]  # fmt: skip
     spec = LoadSpec("smollm2-135m", path, str(drafter), device="cuda", context=2048, mode="static")
-    engine, rows = Engine(spec), []
+    engine = Engine(spec)
     for mode in ("off", "static", "compact"):
         sampling = SamplingParams(max_tokens=steps, ignore_eos=True)
         asked = [
@@ -362,18 +356,17 @@ def smollm(path: str, steps: int) -> list[dict[str, Any]]:
         results = [engine.generate([request])[0] for request in asked]
         speeds = [r["timing"]["tokens_per_second"] for r in results]
         lengths = [r["speculation"]["mean_acceptance_length"] for r in results]
-        rows.append(
+        yield (
             {
                 "row": f"SmolLM2 {mode}",
                 "tokens_per_second": len(speeds) / sum(1 / s for s in speeds),
                 "acceptance_length": statistics.mean(lengths) if mode != "off" else 1.0,
             }
         )
-    return rows
 
 
 class Report:
-    """The report, on disk after every part."""
+    """The report, on disk after every row."""
 
     def __init__(self, out: Path | None, fresh: dict[str, Any]) -> None:
         self._out = out
@@ -422,7 +415,10 @@ def main() -> None:
     names = [*options.parts.split(","), *(["smollm"] if options.smollm else [])]
     for name in dict.fromkeys(names):
         start = time.perf_counter()
-        report.put(name, parts[name]())
+        rows: list[dict[str, Any]] = []
+        for row in parts[name]():
+            rows.append(row)
+            report.put(name, rows)
         print(f"# {name}: {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
     report.put("seconds", time.perf_counter() - began)
     print(table(report.values))
