@@ -339,7 +339,8 @@ class Repl:
         raise UsageError("that needs the full screen; run without --plain in a terminal")
 
     def search_history(self, words: str) -> None:
-        found = [line for line in self._reader.history.entries if words.lower() in line.lower()][-MOST_SHOWN:]
+        found = [line for line in self._reader.history.entries if words.lower() in line.lower()]
+        found = [line for line in found if not line.startswith("/history")][-MOST_SHOWN:]
         self.say("\n".join(found) if found else "nothing in the history" + (" holds that" if words else ""))
 
     def inspect(self) -> None:

@@ -120,3 +120,19 @@ async def test_keys_that_come_in_a_bunch_keep_their_order(chat: Open, keys: str,
             message.set_sender(c.app)
             c.app._driver.send_message(message)
         await c.until(lambda: c.app.prompt.value == written)
+
+
+async def test_a_setting_in_mid_answer_is_told_in_the_status_bar_and_commands_stop_and_find(chat: Open) -> None:
+    options = ScriptedOptions(tokens_per_second=100, repeat=9)
+    async with chat(options=options) as c:
+        await c.ready()
+        await c.send("prose, please")
+        await c.until(lambda: c.app.chat.active is not None and c.app.chat.active.has_started)
+        await c.send("/set temperature 0.3")
+        await c.until(lambda: "0.3, from this step on" in c.status)
+        assert "temperature" not in c.said, "a note would stand below the answer that grows"
+        await c.send("/stop")
+        await c.answered()
+        assert c.app.chat.conversation.turns[0].answer.was_stopped
+        await c.send("/history prose")
+        await c.until(lambda: c.app.prompt.value == "prose, please")

@@ -133,6 +133,8 @@ class Prompt(TextArea):
         """Show the newest entry that holds what is written, then an older one at each call; False when none is left."""
         wanted, before = self._search or (self.value, len(self.past.entries))
         found = self.past.search(wanted, before)
+        while found is not None and self.past.entries[found].startswith("/history "):
+            found = self.past.search(wanted, found)  # itself a search for the same words
         if found is None:
             return False
         self._show(self.past.entries[found])
