@@ -18,7 +18,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -76,7 +76,8 @@ class Team:
         self._loss: SparkchatError | None = None
         self._lost = threading.Event()
         self._members: list[Member] = []
-        try:
+        with ExitStack() as stack:
+            stack.callback(self.close)
             for rank in range(1, size):
                 self._members.append(self._start(rank, meeting))
             for member in self._members:
@@ -85,9 +86,7 @@ class Team:
             use_device(self.device)
             self._wait_for("started", _START_SECONDS)
             self.group = self._join(meeting)
-        except BaseException:
-            self.close()
-            raise
+            stack.pop_all()
 
     def load(
         self, paths: Sequence[str | None], dtype: torch.dtype | None, threads: int, *, is_dummy: bool = False
