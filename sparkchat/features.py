@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from sparkchat import environment
 from sparkchat.catalog import DEFAULT_MODEL, find_drafter, find_model, load_profile, profile_files
 from sparkchat.errors import SparkchatError, UsageError
+from sparkchat.kernels import cpu
 from sparkchat.paths import Paths
 
 
@@ -33,6 +34,7 @@ def features(paths: Paths) -> list[Feature]:
         Feature("CUDA graphs", no_gpu),
         Feature("several GPUs", no_gpu or _no_second(gpus)),
         Feature("peer access between GPUs", no_gpu or _no_second(gpus) or _no_peers()),
+        Feature("compiled CPU kernels", cpu.why_not()),
         Feature("bfloat16 products on the CPU", _no_bf16()),
         Feature("full screen", _no_full_screen()),
         Feature("colour", _no_colour()),
@@ -71,7 +73,11 @@ def _no_peers() -> str | None:
 def _no_bf16() -> str | None:
     if environment.has_bf16_product():
         return None
-    return "the processor has neither AVX-512 nor AVX-NE-CONVERT: bfloat16 weights are held in float32, twice as large"
+    where = "in models that the compiled kernels do not take, " if cpu.is_supported() else ""
+    return (
+        f"the processor has neither AVX-512 nor AVX-NE-CONVERT: {where}bfloat16 weights are held in float32, "
+        "twice as large"
+    )
 
 
 def _no_full_screen() -> str | None:

@@ -8,6 +8,7 @@ from sparkchat import environment, inventory
 from sparkchat.catalog import DrafterRef, ModelRef
 from sparkchat.errors import NotEnoughMemory
 from sparkchat.headers import UnreadableHeader
+from sparkchat.kernels import cpu
 from sparkchat.memory_plan import SMALLEST_CONTEXT, MemoryPlan, Setting, plan_memory
 from sparkchat.paths import Paths
 from sparkchat.profile import Profile
@@ -83,6 +84,7 @@ def setting_of(options: Resolution, machine: Machine, num_requests: int, num_dev
         num_requests=num_requests,
         has_graphs=machine.has_gpus and options["graphs"] is not False,
         has_bf16_product=environment.has_bf16_product(),
+        has_cpu_kernels=cpu.is_supported(),
     )
 
 

@@ -52,6 +52,8 @@ class Setting:
     has_graphs: bool = False
     has_bf16_product: bool = True
     """Of the CPU: without one, bfloat16 weights are held in float32."""
+    has_cpu_kernels: bool = False
+    """Our own (kernels/cpu) hold bfloat16 as it is, and codes with one scale (and shift) of 16 bits for each 32."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +121,7 @@ def plan_memory(
         return _plan_v4(target, setting, inner_drafter)
     target = _text_part(target)
     if _is_gemma4(target.config):
-        setting = replace(setting, has_graphs=False)
+        setting = replace(setting, has_graphs=False, has_cpu_kernels=False)
     growths = _growths(target.config, _cache_bytes(target, setting))
     drafter_bytes, block = 0, 0
     if drafter is not None:
@@ -196,14 +198,21 @@ def _linear_bytes(tensor: Tensor, headers: Headers, setting: Setting) -> float:
     if setting.device != "cpu":
         is_kept = tensor.dtype == "F8_E4M3" and setting.dtype == "auto" and tensor.shape[0] % FP8_BLOCK == 0
         return 4 if setting.dtype == "float32" else 1 if is_kept else 2
-    half = 2 if setting.has_bf16_product else 4
+    half = 2 if setting.has_bf16_product or setting.has_cpu_kernels else 4
     if setting.dtype != "auto":
         return 4 if setting.dtype == "float32" else half
     if headers.is_gguf:
+        if setting.has_cpu_kernels:
+            return _coded_bytes(tensor)
         # 4 bit codes with a pair of bfloat16 for each 32, and a copy for long spans.
         is_4bit = tensor.dtype in ("Q4_0", "Q4_1") and tensor.shape[0] % 16 == 0
         return (0.5 + 4 / 32 if is_4bit else 0) + half
     return 4 if _is_float32(headers) else half
+
+
+def _coded_bytes(tensor: Tensor) -> float:
+    """Bytes for each number of a matrix from a GGUF file, in lane blocks (kernels/cpu/tiles.py)."""
+    return {"Q4_0": 0.5 + 4 / 32, "Q4_1": 0.5 + 4 / 32, "Q8_0": 1 + 2 / 32}.get(tensor.dtype, 2)
 
 
 def _is_float32(headers: Headers) -> bool:
@@ -218,7 +227,8 @@ def _table_bytes(headers: Headers, setting: Setting) -> tuple[Callable[[Tensor],
         setting.dtype == "auto" and setting.device == "cpu" and _is_float32(headers) and not headers.is_gguf
     )
     item = 4 if is_full else 2
-    packed = item if setting.has_bf16_product or setting.device != "cpu" else 4
+    has_half = setting.has_bf16_product or setting.has_cpu_kernels or setting.device != "cpu"
+    packed = item if has_half else 4
     is_tied = _is_tied(headers)
 
     def table(tensor: Tensor) -> int:
@@ -229,6 +239,8 @@ def _table_bytes(headers: Headers, setting: Setting) -> tuple[Callable[[Tensor],
 
     def head(tensor: Tensor) -> int:
         kept = 0 if is_tied or setting.device != "cpu" else table(tensor)
+        if is_gguf and setting.has_cpu_kernels and setting.dtype == "auto":
+            return kept + int(tensor.count * _coded_bytes(tensor))
         return kept + tensor.count * packed
 
     return table, head
@@ -237,16 +249,17 @@ def _table_bytes(headers: Headers, setting: Setting) -> tuple[Callable[[Tensor],
 def _drafter_bytes(headers: Headers, setting: Setting) -> int:
     """Weights of a DSpark drafter, as models/dspark holds them: 8 bits on the CPU, unless they are float32."""
     stored = next((tensor.dtype for tensor in headers.tensors if tensor.name == "fc.weight"), "BF16")
-    linear, table = 2, 2
+    linear: float = 2
+    table = 2
     if setting.dtype == "float32":
         linear, table = 4, 4
     elif setting.device == "cpu" and setting.dtype == "auto":
-        linear, table = (4, 4) if stored == "F32" else (1, 2)
-    elif setting.device == "cpu" and not setting.has_bf16_product:
+        linear, table = (4, 4) if stored == "F32" else (1 + 2 / 32, 2)
+    elif setting.device == "cpu" and not (setting.has_bf16_product or setting.has_cpu_kernels):
         linear = 4
     sizes = {"embed_tokens.weight": table, "markov_head.markov_w1.weight": table}
     return sum(
-        tensor.count * (4 if len(tensor.shape) < 2 else sizes.get(tensor.name, linear))
+        int(tensor.count * (4 if len(tensor.shape) < 2 else sizes.get(tensor.name, linear)))
         for tensor in headers.tensors
         if tensor.name not in ("d2t", "t2d")
     )

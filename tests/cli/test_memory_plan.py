@@ -28,13 +28,14 @@ from sparkchat.environment import Gpu, Memory
 from sparkchat.errors import NotEnoughMemory
 from sparkchat.fit import Machine, describe_plan, fitting_context
 from sparkchat.headers import Headers, Tensor, UnreadableHeader, bytes_reader, folder_headers, local_headers
+from sparkchat.kernels import cpu
 from sparkchat.memory_plan import Growth, MemoryPlan, Setting, plan_memory
 from sparkchat.models import load_drafter, load_target
 from sparkchat.models.deepseek_v4.headers import read_headers
 from sparkchat.models.deepseek_v4.load_plan import cache_bytes, plan_all
 from sparkchat.paths import user_paths
 
-HERE = Setting("cpu", has_bf16_product=environment.has_bf16_product())
+HERE = Setting("cpu", has_bf16_product=environment.has_bf16_product(), has_cpu_kernels=cpu.is_supported())
 PLAN = MemoryPlan(
     weights=1_000_000_000,
     drafter=400_000_000,
