@@ -10,7 +10,8 @@ from sparkchat.cli.app import app
 RUN = """
 --mode --drafter --block-size --temperature --top-p --top-k --min-p --repetition-penalty --presence-penalty
 --frequency-penalty --logit-bias --min-tokens --max-tokens --stop --ignore-eos --seed --system --raw --prompt-ids
---think --no-think --reasoning-effort --device --tp --dtype --context --graphs --no-graphs --offline --trace --force --json --jsonl
+--think --no-think --reasoning-effort --device --tp --dtype --context --graphs --no-graphs --offline --trace --force
+--json --jsonl
 --plain --resume --verbose --color --ascii --dummy-weights --simulate-acceptance --profile --engine
 --accept-cap --draft-temperature --refine --no-refine
 """
