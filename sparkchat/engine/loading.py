@@ -28,6 +28,7 @@ from sparkchat.engine.shared_pair import load_shared
 from sparkchat.engine.stored_temperatures import calibration_of, temperatures_of
 from sparkchat.engine.text_model import TextModel
 from sparkchat.errors import UsageError
+from sparkchat.kernels import cpu
 from sparkchat.models import load_drafter, load_target
 from sparkchat.models.deepseek_v4.loading import check_parts
 from sparkchat.params import MODES, LoadSpec
@@ -45,6 +46,8 @@ def load_pair(spec: LoadSpec, progress: Progress) -> tuple[LoadedPair, TextModel
     device = resolve_device(spec.device)
     if device.type == "cpu":
         torch.set_num_threads(spec.threads or max(1, len(os.sched_getaffinity(0)) // spec.tp))
+        if spec.dtype != "float32" and cpu.is_supported() and not cpu.is_compiled():
+            _say(progress, "kernels", "compiling the decode step for this processor, once: about ten seconds")
     if spec.tp == 1:
         return _load_pair(spec, progress, device, None)
     check_parts(Path(spec.model_path), spec.tp)

@@ -17,11 +17,14 @@ import functools
 import hashlib
 import importlib.util
 import os
+import shutil
 import sys
 from pathlib import Path
 
 from sparkchat.paths import user_paths
 
+ROOM = 16 * 1024 * 1024
+"""Bytes that must be free for the compiled code, which takes a tenth of it."""
 OFF = "SPARKCHAT_CPU_KERNELS"
 """Set to 0 in the environment: torch's operations are used, the reference for these kernels."""
 
@@ -35,8 +38,6 @@ def why_not() -> str | None:
         return f"they are not made for {sys.platform}"
     if importlib.util.find_spec("numba") is None:
         return "numba is not installed; pip install numba"
-    # Numba reads this once, when it is imported.
-    os.environ.setdefault("NUMBA_CACHE_DIR", str(compiled_folder(user_paths().cache)))
     from llvmlite import binding
 
     features = binding.get_host_cpu_features()
@@ -45,6 +46,22 @@ def why_not() -> str | None:
         return "this processor lacks AVX2, FMA or F16C"
     if not triple.startswith(("x86_64", "aarch64", "arm64")):
         return f"they are not made for {triple.split('-')[0]}"
+    # Numba reads this once, when it is imported.
+    os.environ.setdefault("NUMBA_CACHE_DIR", str(compiled_folder(user_paths().cache)))
+    return _why_not_kept(Path(os.environ["NUMBA_CACHE_DIR"]))
+
+
+def _why_not_kept(folder: Path) -> str | None:
+    """Why compiled code cannot lie in the folder, which is made: Numba would end the program in the middle of it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        free = shutil.disk_usage(folder).free
+    except OSError as error:
+        return f"compiled code cannot be kept in {folder}: {error.strerror}"
+    if not os.access(folder, os.W_OK):
+        return f"compiled code cannot be kept in {folder}: it is not writable"
+    if free < ROOM:
+        return f"compiled code cannot be kept in {folder}: the disk is full"
     return None
 
 
@@ -55,6 +72,12 @@ def is_supported() -> bool:
 def is_loaded() -> bool:
     """Whether this process uses them already: what they do for little, nobody loads them for."""
     return "sparkchat.kernels.cpu.team" in sys.modules
+
+
+def is_compiled() -> bool:
+    """Whether the code for this processor lies in the cache folder: making it takes about ten seconds."""
+    folder = Path(os.environ["NUMBA_CACHE_DIR"]) if is_supported() else None
+    return folder is not None and any(folder.glob("**/team*.nbc"))
 
 
 def compiled_folder(cache: Path) -> Path:
