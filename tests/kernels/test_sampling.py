@@ -100,7 +100,7 @@ def test_a_nucleus_among_equal_tokens_takes_the_lowest_ids(has_filters: bool, de
 
 
 FLAT = ((1.0, 0, 0.95, 0.0), (1.0, 0, 0.5, 0.01), (2.0, 3000, 0.9, 0.0), (1.0, 2500, 1.0, 0.0), (0.5, 0, 0.9999, 0.0),
-        (1.0, 300, 0.3, 0.001))  # fmt: skip
+        (1.0, 300, 0.3, 0.001), (1.0, 0, 0.8, 0.0))  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", ["flat", "crowd", "bf16"])
@@ -115,7 +115,7 @@ def test_thresholds_in_flat_laws(kind: str, device: torch.device) -> None:
     buffers = kernel_buffers(logits, settings, has_filters=True)
     got, near = buffers.laws, buffers.scratch.near
     # Which rows did without passes over the vocabulary: all but those of more tokens than may be near.
-    listed = {"flat": [1, 1, 0, 0, 1, 1], "crowd": [0, 0, 0, 0, 1, 1], "bf16": [1, 1, 0, 0, 1, 1]}[kind]
+    listed = [1, 1, 0, 0, 1, 1, 0 if kind == "crowd" else 1]
     assert near is not None and near.found[:, 0].tolist() == listed
     laws_reference(logits, torch.arange(len(FLAT)), settings, want, slice(None))
     for row, (ours, theirs) in enumerate(zip(got.probabilities(), want.probabilities(), strict=True)):
@@ -154,9 +154,7 @@ def block(vocab: int, device: torch.device, rank: int = 24, width: int = 3) -> d
     }
 
 
-@pytest.mark.parametrize(
-    ("vocab", "has_map", "has_filters"), [(200, True, False), (384, False, False), (384, True, True)]
-)
+@pytest.mark.parametrize(("vocab", "has_map", "has_filters"), [(200, True, False), (384, False, True)])
 def test_markov_block(vocab: int, has_map: bool, has_filters: bool, device: torch.device) -> None:
     parts, settings = block(vocab, device), settings_of(SETTINGS, device)
     mapping = torch.randperm(2 * vocab, device=device)[:vocab] if has_map else None
