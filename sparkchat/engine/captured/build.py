@@ -12,7 +12,7 @@ import torch
 from sparkchat.engine.captured.decoder import CapturedDecoder
 from sparkchat.engine.captured.fused_step import FusedStep, can_fuse
 from sparkchat.engine.captured.graphs import Stages
-from sparkchat.engine.captured.head_step import HeadStep, can_fuse_heads
+from sparkchat.engine.captured.head_step import HeadStep
 from sparkchat.engine.captured.laws import Draws
 from sparkchat.engine.captured.shared import SharedStages, own_part, own_stages
 from sparkchat.engine.captured.state import Block, Records, Room, Seats, StepInputs
@@ -154,7 +154,7 @@ def _kind_of(pair: LoadedPair, shape: StepShape) -> type[CapturedStep]:
     if isinstance(pair.target, DeepseekV4):
         if shape.fuses_layers:
             _fuse_layers(pair, shape)
-        return HeadStep if can_fuse_heads(pair) else CapturedStep
+        return HeadStep
     if not shape.insists and not can_fuse(pair):
         return CapturedStep
     pair.target.fuse(pair.cache, row_tiers(shape.block, shape.seats)[-1], shape.block + 1)

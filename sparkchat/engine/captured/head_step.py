@@ -15,16 +15,10 @@ from torch import Tensor
 from sparkchat.engine.captured.fused_step import FusedStep, batch_of
 from sparkchat.engine.captured.laws import Draws
 from sparkchat.engine.captured.step import CapturedStep
-from sparkchat.engine.pair import LoadedPair
 from sparkchat.engine.simulated import spread_chances
 from sparkchat.kernels.markov import markov_block
 from sparkchat.kernels.seats import PackedRows, enter_block, enter_rows, settle
 from sparkchat.models.rows import RowBatch
-
-
-def can_fuse_heads(pair: LoadedPair) -> bool:
-    """Whether the kernels draw the blocks of this pair: they do where a block's base logits precede its tokens."""
-    return pair.drafter is None or hasattr(type(pair.drafter), "block_weights")
 
 
 @dataclass
@@ -43,21 +37,14 @@ class HeadStep(FusedStep):
     def draft(self, count: int, draws: Draws) -> None:
         if self.agree is not None:
             self.agree()
-        drafter, g, weights = self.pair.drafter, self.width, self._weights
-        assert drafter is not None and weights is not None
+        drafter, g = self.pair.drafter, self.width
+        assert drafter is not None
         hidden = drafter.draft_rows(self._blocks(count, drafter.config.mask_token_id), self.pair.draft_cache)
-        base = self._base[:count]
-        base.view(count * g, -1).copy_(drafter.base_logits(hidden))
-        markov_block(
-            base,
-            weights.w1,
-            weights.w2,
-            self.seats.anchor[:count],
-            self._settings(count),
-            self._markov(count, draws),
-            hidden=hidden.view(count, g, -1),
-            confidence=None if self.chances is not None else weights.confidence,
-        )
+        hidden = hidden.view(count, g, -1)
+        if self._weights is None:
+            self._draft_in_turn(hidden, count, draws)
+        else:
+            self._draft_at_once(hidden, count, draws)
         if self._enters:
             return
         self.block.is_sound[:count] = ~self._laws.peak.view(-1, g)[:count].isnan().any(dim=1)
@@ -65,6 +52,39 @@ class HeadStep(FusedStep):
             chance = spread_chances(self.chances, self.inputs.uniforms(count)[3])
             self.block.chance[:count] = chance
             self.block.confidence[:count] = torch.logit(chance).float()
+
+    def _draft_at_once(self, hidden: Tensor, count: int, draws: Draws) -> None:
+        """From hidden rows [R, g, d] of whole blocks."""
+        base, weights, drafter = self._base[:count], self._weights, self.pair.drafter
+        assert weights is not None and drafter is not None
+        base.view(count * self.width, -1).copy_(drafter.base_logits(hidden.flatten(0, 1)))
+        markov_block(
+            base,
+            weights.w1,
+            weights.w2,
+            self.seats.anchor[:count],
+            self._settings(count),
+            self._markov(count, draws),
+            hidden=hidden,
+            confidence=None if self.chances is not None else weights.confidence,
+        )
+
+    def _draft_in_turn(self, hidden: Tensor, count: int, draws: Draws) -> None:
+        """Where a draft is known only behind the one before: hidden [R, g, d], of which the first rows count."""
+        base, drafter = self._base[:count], self.pair.drafter
+        assert drafter is not None
+        base[:, 0] = drafter.base_logits(hidden[:, 0])
+        state = drafter.initial_state(count)
+
+        def fill(k: int, previous: Tensor) -> None:
+            nonlocal state
+            logits, state = drafter.markov_step(previous, hidden[:, k], state)
+            if k:
+                base[:, k] = logits
+
+        markov_block(
+            base, None, None, self.seats.anchor[:count], self._settings(count), self._markov(count, draws), fill=fill
+        )
 
     def _blocks(self, count: int, mask: int) -> RowBatch:
         if not self._enters:

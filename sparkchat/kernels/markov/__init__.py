@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -46,6 +47,7 @@ def markov_block(
     draft_to_target: Tensor | None = None,
     hidden: Tensor | None = None,
     confidence: tuple[Tensor, Tensor | None] | None = None,
+    fill: Callable[[int, Tensor], None] | None = None,
 ) -> None:
     """Draw the g drafts of every request, left to right, and judge them.
 
@@ -53,10 +55,11 @@ def markov_block(
     a sequential head. anchors [R] int64: the token before the first draft. draft_to_target [Vd] int64. With hidden
     [R, g, d] and ``confidence`` (weight [d] or [d + r] float32, bias [1] or None) the raw confidence logits. Every
     draft is drawn from the law of ``settings``; peak is NaN in ``buffers.laws`` where logits are no numbers.
+    ``fill``(k, the tokens before draft k) writes base[:, k] when it is needed, for a drafter that knows no sooner.
     """
     if not base.is_cuda:
-        markov_block_reference(base, w1, w2, anchors, settings, buffers, draft_to_target, hidden, confidence)
+        markov_block_reference(base, w1, w2, anchors, settings, buffers, draft_to_target, hidden, confidence, fill)
         return
     from sparkchat.kernels.markov.kernel import launch_markov_block
 
-    launch_markov_block(base, w1, w2, anchors, settings, buffers, draft_to_target, hidden, confidence)
+    launch_markov_block(base, w1, w2, anchors, settings, buffers, draft_to_target, hidden, confidence, fill)

@@ -7,6 +7,7 @@ of a whole vocabulary in a few thousand numbers.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -160,6 +161,7 @@ def launch_markov_block(
     draft_to_target: Tensor | None,
     hidden: Tensor | None,
     confidence: tuple[Tensor, Tensor | None] | None,
+    fill: Callable[[int, Tensor], None] | None = None,
 ) -> None:
     """See ``markov_block``."""
     requests, width, vocab = base.shape
@@ -173,6 +175,8 @@ def launch_markov_block(
     s = settings
     for k in range(width):
         previous = anchors if k == 0 else buffers.tokens[:, k - 1]
+        if fill is not None:
+            fill(k, previous)
         launch(
             _add_bias, (num_blocks, -(-requests // rows)),
             base[:, k], base if w1 is None else w1, base if w2 is None else w2, previous, s.temperature,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,6 +25,7 @@ def markov_block_reference(
     draft_to_target: Tensor | None,
     hidden: Tensor | None,
     confidence: tuple[Tensor, Tensor | None] | None,
+    fill: Callable[[int, Tensor], None] | None = None,
 ) -> None:
     """See ``markov_block``."""
     requests, width, _ = base.shape
@@ -32,6 +34,8 @@ def markov_block_reference(
     is_greedy = settings.temperature < GREEDY_BELOW
     previous = anchors
     for k in range(width):
+        if fill is not None:
+            fill(k, previous)
         if w1 is not None and w2 is not None:
             base[:, k] += w1[previous].float() @ w2.float().T
         rows = owner * width + k

@@ -128,6 +128,8 @@ class MtpDrafter:
 
     draft_to_target = None
     has_confidence = False
+    block_weights = None
+    """There are none: every draft but the first is known only when the one before it is drawn."""
 
     def __init__(self, scope: Scope, config: DeepseekV4Config, target: DeepseekV4) -> None:
         """``scope``: mtp, ``config``: of the drafter's checkpoint. Raises DamagedFile for what cannot be read."""
