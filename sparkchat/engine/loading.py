@@ -47,7 +47,7 @@ def load_pair(spec: LoadSpec, progress: Progress) -> tuple[LoadedPair, TextModel
     if device.type == "cpu":
         torch.set_num_threads(spec.threads or max(1, len(os.sched_getaffinity(0)) // spec.tp))
         if spec.dtype != "float32" and cpu.is_supported() and not cpu.is_compiled():
-            _say(progress, "kernels", "compiling the decode step for this processor, once: about ten seconds")
+            _say(progress, "kernels", "compiling the decode step for this processor, once: about twenty seconds")
     if spec.tp == 1:
         return _load_pair(spec, progress, device, None)
     check_parts(Path(spec.model_path), spec.tp)

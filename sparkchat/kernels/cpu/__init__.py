@@ -75,7 +75,7 @@ def is_loaded() -> bool:
 
 
 def is_compiled() -> bool:
-    """Whether the code for this processor lies in the cache folder: making it takes about ten seconds."""
+    """Whether the code for this processor lies in the cache folder: making it takes about twenty seconds."""
     folder = Path(os.environ["NUMBA_CACHE_DIR"]) if is_supported() else None
     return folder is not None and any(folder.glob("**/team*.nbc"))
 
