@@ -1,8 +1,9 @@
 """Products of a few rows with one lane block of a packed matrix: 16 outputs, all inputs.
 
-A matrix lies in lane blocks (``matrix.pack``): for each input 16 codes side by side, one for each output, so that a
-vector of codes is multiplied by one number of the row. Codes are expanded in registers once for all rows of a tile; a
-row's sums run in the same order in every tile, whatever its height.
+A matrix lies in lane blocks (``matrix.py``): for each input, or each two of them, 16 codes side by side, one for each
+output, so that a vector of codes is multiplied by one number, or pair, of the row. Codes are expanded in registers once
+for all rows of a tile. Products of codes are summed as whole numbers of 32 bits, 32 at a time (at most 127 * 32767 each),
+and those sums in float32 in one order, whatever the tile's height.
 """
 
 from __future__ import annotations
