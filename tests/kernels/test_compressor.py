@@ -90,7 +90,7 @@ def assert_agree(pools: list[Pool], atol: float = 2e-5) -> None:
 @pytest.mark.parametrize("width", [1, 3, 8])
 def test_spans_from_the_first_token_on(width: int, shape: PoolShape, device: torch.device) -> None:
     """Every entry closes at every place in a span, its tokens in the ring, in the pass, or in both."""
-    last = 25
+    last = 13
     passes = [[(1, at, width), (2, at + 3, min(width + 1, 8))] for at in range(0, last, width)]
     assert_agree(both([[(2, 0, 3)], *passes], shape, device))
 
@@ -99,7 +99,7 @@ def test_rows_that_are_taken_back(device: torch.device) -> None:
     """Eight rows a pass of which one to eight stay, as a verified block leaves them."""
     torch.manual_seed(3)
     at, passes = 0, []
-    while at < 60:
+    while at < 30:
         passes.append([(0, at, 8)])
         at += int(torch.randint(1, 9, ()))
     # Other tokens than those that stay were there when entries were first made.

