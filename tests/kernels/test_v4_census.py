@@ -55,10 +55,10 @@ def opened_step(folder: Path) -> Iterator[CapturedStep]:
         stack.enter_context(mock.patch("sparkchat.models.deepseek_v4.loading.UNPACKED_BYTES", 0))
         stack.enter_context(mock.patch("torch.backends.mkldnn.is_available", lambda: False))
         pair, _ = load_pair(LoadSpec("v4", str(folder), str(folder), dummy_weights=True, **spec), lambda event: None)  # type: ignore[arg-type]
-        step: Any = build_decoder(pair, 2, pair.block_size, EagerStages(), is_fused=True)._step
-        step._enters = True
         # Kernels are chosen by where tensors lie; what was never computed must still be a possible token.
         stack.enter_context(mock.patch.object(torch.Tensor, "is_cuda", True, create=True))
+        step: Any = build_decoder(pair, 2, pair.block_size, EagerStages(), is_fused=True)._step
+        step._enters = True
         stack.enter_context(mock.patch("torch.empty", lambda *sizes, **options: zeros(*sizes, **options)))
         yield step
 
