@@ -93,6 +93,30 @@ side (models/weights.py). "half" is bf16 or fp16; fp32 works everywhere and is e
         x [N, d] half, any N; an expert is read once for each 8 (N <= 8) or 16 of its rows. Fills buffers.parts
         [k+1, N, d] fp32: partial sums of the mixture, the shared expert's last. add_parts(parts, out) adds them.
 
+    DeepSeek V4's streams and state (models/deepseek_v4/fused.py puts them together). rope [P, rope_dim] fp32 as above.
+
+    from sparkchat.kernels.hyper import HyperWorkspace, PartList, StreamWeights, connect_streams, hyper_workspace
+    connect_streams(streams, weights, workspace, *, output, mix, merged, next_mix, norm, norm_eps, out, taken, tap)
+        merges a sub-block's output (whole, partial sums [P, N, d], or a PartList of addresses, as of other ranks' parts)
+        into the residual streams [N, S, d], and reads, balances and norms for the next one. One launch up to 32 rows,
+        whose programs wait for each other (at most 128), two beyond: the same bits.
+
+    from sparkchat.kernels.latent_attention import LatentShape, latent_attention, latent_workspace, write_latents
+    write_latents(latents, latent_norm, positions, rows, rope, cache, shape, *, low_rank, low_rank_norm, out)
+        norms, turns, rounds and keeps latents in the window's ring; norms the low ranks of queries beside them.
+    latent_attention(q, cache, rows, positions, first_seen, ends, rope, sinks, out, workspace, shape, *, context, chosen)
+        q as projected, whole or partial sums; window, entries and sinks in one softmax; outputs turned back. Two
+        launches: spans of keys, then their fold. ``context`` bounds the positions: it decides how many programs start.
+
+    from sparkchat.kernels.compressor import Pool, PoolShape, compress_rows
+    compress_rows(pools, positions, rows, starts, span_starts, rope, shape)
+        one or two compressors of a layer: keeps every row in its ring, writes the entries that close.
+
+    from sparkchat.kernels.indexer import IndexShape, choose_entries, index_scores_of
+    choose_entries(q, weights, keys, positions, rows, starts, rope, scores, chosen, shape, *, context, most_per_request,
+                   rotation=None)
+        chosen [N, k] int32: the k best of the entries a row sees, ties to the earliest, where it sees more than k.
+
     from sparkchat.kernels.seats import PackedRows, enter_block, enter_rows, limit, settle
         A captured step's bookkeeping, a launch before the layers and one behind: verify lengths, packed rows with their
         embeddings, the record for the host, anchors and lengths of the next round. Over the tensors of

@@ -51,7 +51,8 @@ def _sum_columns(
     brought = tl.zeros((ROWS, COLUMNS), tl.float32)
     for part in tl.static_range(PARTS):
         where = _part_of(output_ptr, part, part_stride, PLACED) + row[:, None] * output_stride + column
-        brought += tl.load(where, mask=inside, other=0.0).to(tl.float32)
+        # Another device may have written it: not from the cache of this multiprocessor.
+        brought += tl.load(where, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
     mixes = mix_ptr + row[:, None] * (STREAMS + STREAMS * STREAMS)
     sums = tl.zeros((ROWS, NUMBERS), tl.float32)
     squares = tl.zeros((ROWS, COLUMNS), tl.float32)
