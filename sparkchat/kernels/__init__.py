@@ -97,14 +97,15 @@ side (models/weights.py). "half" is bf16 or fp16; fp32 works everywhere and is e
 
     from sparkchat.kernels.hyper import HyperWorkspace, PartList, StreamWeights, connect_streams, hyper_workspace
     connect_streams(streams, weights, workspace, *, output, mix, merged, next_mix, norm, norm_eps, out, taken, tap)
-        merges a sub-block's output (whole, partial sums [P, N, d], or a PartList of addresses, as of other ranks' parts)
+        merges a sub-block's output (whole, partial sums [P, N, d], or a PartList of addresses: other ranks' parts)
         into the residual streams [N, S, d], and reads, balances and norms for the next one. One launch up to 32 rows,
         whose programs wait for each other (at most 128), two beyond: the same bits.
 
     from sparkchat.kernels.latent_attention import LatentShape, latent_attention, latent_workspace, write_latents
     write_latents(latents, latent_norm, positions, rows, rope, cache, shape, *, low_rank, low_rank_norm, out)
         norms, turns, rounds and keeps latents in the window's ring; norms the low ranks of queries beside them.
-    latent_attention(q, cache, rows, positions, first_seen, ends, rope, sinks, out, workspace, shape, *, context, chosen)
+    latent_attention(q, cache, rows, positions, first_seen, ends, rope, sinks, out, workspace, shape, *, context,
+                     chosen=None)
         q as projected, whole or partial sums; window, entries and sinks in one softmax; outputs turned back. Two
         launches: spans of keys, then their fold. ``context`` bounds the positions: it decides how many programs start.
 
