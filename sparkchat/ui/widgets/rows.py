@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from rich.color import Color as TerminalColor
 from rich.segment import Segment
 from rich.style import Style
 from textual.color import Color
 from textual.filter import LineFilter
 from textual.geometry import Region
-from textual.scrollbar import ScrollBar
+from textual.scrollbar import ScrollBar, ScrollBarRender
 from textual.strip import Strip
 from textual.widget import Widget
 
@@ -40,11 +41,34 @@ class WholeStrip(Strip):
         return WholeStrip(super().apply_offsets(x, y), self._cell_length)
 
 
+_BAR_BACK, _BAR = TerminalColor.parse("#555555"), TerminalColor.parse("bright_magenta")
+
+
 class WholeScrollBar(ScrollBar):
-    """Drawn anew at every update of a text that grows."""
+    """Asked for anew at every update of a text that grows, and then mostly the same: it is made when it changes."""
+
+    _cells: list[Segment] | None = None
+    _strips: Sequence[Strip] = ()
 
     def render_lines(self, crop: Region) -> list[Strip]:
-        return [WholeStrip(strip, strip.cell_length) for strip in super().render_lines(crop)]
+        bar = self.render()
+        if not isinstance(bar, ScrollBarRender) or not self.vertical:
+            return super().render_lines(crop)
+        assert isinstance(bar.style, Style)
+        cells = self.renderer.render_bar(
+            size=self.size.height,
+            virtual_size=bar.virtual_size,
+            window_size=bar.window_size,
+            position=bar.position,
+            thickness=self.size.width,
+            back_color=bar.style.bgcolor or _BAR_BACK,
+            bar_color=bar.style.color or _BAR,
+        ).segments
+        if cells != self._cells:
+            base = self.rich_style
+            styled = [Segment(text, base + style if style else base) for text, style, _ in cells]
+            self._cells, self._strips = cells, [WholeStrip([cell], self.size.width) for cell in styled]
+        return finished_strips(self, [self._strips[y] for y in crop.line_range], crop)
 
 
 def finished_strips(widget: Widget, strips: list[Strip], crop: Region) -> list[Strip]:
