@@ -2,7 +2,7 @@
 
     python benchmarks/acceptance.py MODEL --prompts gsm8k=gsm8k.jsonl [--prompts mt-bench=question.jsonl ...]
         [--drafter DIR] [--count N] [--tokens N] [--temperature F] [--top-p F] [--repetition F]
-        [--without-markov] [--together N] [--blocks FILE.npz] [--out FILE.json]
+        [--without-markov] [--together N] [--dtype NAME] [--blocks FILE.npz] [--out FILE.json]
 
 Prompt files are JSON lines (or those gzipped), a prompt a line: ``turns`` (DeepSpec's eval_datasets, FastChat's
 question.jsonl: the first turn counts), ``question`` (GSM8K's test.jsonl) or ``prompt`` (HumanEval.jsonl.gz).
@@ -27,7 +27,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +78,7 @@ def main() -> None:
     report: dict[str, Any] = {"settings": {k: str(v) for k, v in vars(options).items()}, "sets": {}, **where_it_ran()}
     arrays: dict[str, np.ndarray] = {}
     with drafter_folder(options.drafter, options.without_markov) as drafter:
-        engine = Engine(spec_of(options.model, drafter, options.together))
+        engine = Engine(replace(spec_of(options.model, drafter, options.together), dtype=options.dtype))
         report["engine"] = engine.info
         for name, path in options.prompts:
             prompts = read_prompts(path)[: options.count]
@@ -103,6 +103,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--repetition", type=float, default=1.0)
     parser.add_argument("--together", type=int, default=8)
+    parser.add_argument("--dtype", default="auto")
     parser.add_argument("--without-markov", action="store_true")
     parser.add_argument("--blocks", type=Path)
     parser.add_argument("--out", type=Path)
