@@ -2,8 +2,8 @@
 
 A matrix lies in lane blocks (``matrix.py``): for each input, or each two of them, 16 codes side by side, one for each
 output, so that a vector of codes is multiplied by one number, or pair, of the row. Codes are expanded in registers once
-for all rows of a tile. Products of codes are summed as whole numbers, 32 at a time (at most 127 * 32767 each), and those
-sums in float32 in one order, whatever the tile's height.
+for all rows of a tile. Products of codes are summed as whole numbers, 32 at a time (at most 127 * 32767 each), and
+those sums in float32 in one order, whatever the tile's height.
 """
 
 from __future__ import annotations
