@@ -146,6 +146,11 @@ def test_streams_cannot_be_merged_in_place(device: torch.device) -> None:
         launch({**buffers, "merged": buffers["streams"]}, weights_of(device))
 
 
+def test_more_rows_than_there_is_room_for_are_refused(device: torch.device) -> None:
+    with pytest.raises(ValueError, match="no room for 3 rows"):
+        launch_connect_streams(weights=weights_of(device), workspace=hyper_workspace(2, D, device), **make(device, 3))
+
+
 def test_widths_without_a_kernel_are_refused(device: torch.device) -> None:
     with pytest.raises(ValueError, match="3 residual streams"):
         launch(make(device, 1, size=3), weights_of(device, size=3))

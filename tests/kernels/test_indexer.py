@@ -124,7 +124,7 @@ def test_what_has_no_kernel_is_refused(device: torch.device) -> None:
         choose(rows, batch, replace(SHAPE, size=24))
     rows, batch = make([(0, 100, 1)], device)
     scores = torch.zeros(1, 8, device=device)
-    with pytest.raises(ValueError, match="25 entries do not fit"):
+    with pytest.raises(ValueError, match="25 entries of 1 rows do not fit"):
         launch_choose_entries(
             **batch, positions=rows.positions, rows=rows.rows, starts=rows.starts, scores=scores,
             chosen=scores.int(), shape=SHAPE, context=101, most_per_request=1, rotation=None,

@@ -231,6 +231,8 @@ def launch_connect_streams(
     num_rows, size, width = streams.shape
     programs, count = column_programs(width), weights.fn.shape[0]
     tiles = -(-num_rows // ROW_TILE)
+    if num_rows > workspace.sums.shape[0] or programs != workspace.sums.shape[1]:
+        raise ValueError(f"the workspace of {tuple(workspace.sums.shape)} has no room for {num_rows} rows of {width}")
     if is_one is None:
         is_one = streams.is_cuda and tiles * programs <= MOST_WAITING
     parts, part_stride, row_stride, source, placed = _parts_of(output, streams)

@@ -228,7 +228,8 @@ def _check(
 ) -> None:
     if shape.size < 16 or shape.size != power_of_two(shape.size) or shape.heads > 128:
         raise ValueError(f"no kernel for {shape.heads} index heads of {shape.size}")
-    if scores.shape[1] < context // shape.ratio or chosen.shape[1] < shape.topk:
-        raise ValueError(f"{context // shape.ratio} entries do not fit scores {tuple(scores.shape)}")
+    rows = min(len(scores), len(chosen))
+    if rows < q.shape[-2] or scores.shape[1] < context // shape.ratio or chosen.shape[1] < shape.topk:
+        raise ValueError(f"{context // shape.ratio} entries of {q.shape[-2]} rows do not fit {tuple(scores.shape)}")
     if any(t.stride(-1) != 1 for t in (q, weights, keys, scores, chosen)):
         raise ValueError("the last dimension of what an indexer reads must be contiguous")

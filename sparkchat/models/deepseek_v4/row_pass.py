@@ -16,6 +16,7 @@ from sparkchat.kernels.latent_attention import LatentShape, LatentWorkspace, lat
 from sparkchat.models.deepseek_v4.cache import SINK_SLOTS, RatioStore, StateCache
 from sparkchat.models.deepseek_v4.config import SPARSE_RATIO, DeepseekV4Config
 from sparkchat.models.deepseek_v4.rope import Ropes
+from sparkchat.models.kv_cache import SLOT_STEP, round_up
 from sparkchat.models.rows import RowBatch
 
 
@@ -42,7 +43,9 @@ class RowRoom:
         has_roundings: bool,
     ) -> None:
         """``num_heads`` of this rank; ``most_rows`` of a pass, ``most_per_request`` of one request."""
-        device, end = next(iter(cache.stores.values())).latents.data.device, cache.context
+        device = next(iter(cache.stores.values())).latents.data.device
+        # As far as rows may be reserved (StateCache.reserve).
+        end = round_up(cache.context, SLOT_STEP)
         self.cache, self.context, self.most_per_request = cache, end, most_per_request
         self.shapes = {ratio: latent_shape(store, config, has_roundings) for ratio, store in cache.stores.items()}
         self.ropes = {ratio: ropes.flat(ratio, end) for ratio in cache.stores}
