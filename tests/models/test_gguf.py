@@ -15,8 +15,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from models.gguf_files import gguf_name, rotary_restored, write_gguf
 from models.pairs import CPU, assert_close, make_theirs, mean_error, random_ids, run_chunks
-from sparkchat.kernels import cpu
 from sparkchat.errors import DamagedFile, SparkchatError, UsageError
+from sparkchat.kernels import cpu
 from sparkchat.models import load_target
 from sparkchat.models.dense import DenseModel
 
