@@ -229,12 +229,22 @@ def accept_sparse(
     u_accept, u_next = (u.to(torch.float64).contiguous() for u in uniforms)
     if u_next.dim() == 1:
         u_next = u_next[:, None].expand(count, ids.shape[1] + 1).contiguous()
-    is_greedy = torch.zeros(count, dtype=torch.bool) if greedy is None else torch.as_tensor(greedy)
+    is_greedy = torch.zeros(count, dtype=torch.bool) if greedy is None else torch.as_tensor(greedy, dtype=torch.bool)
     argmax = torch.zeros(p.shape[0], dtype=torch.int64) if target_argmax is None else target_argmax
     out = torch.empty((count, 3), dtype=torch.int64)
     seen = torch.full((2, *ids.shape), torch.nan, dtype=torch.float64)
-    given = (p, starts, lens, limits, ids, drafted, probs.contiguous(), index.contiguous(), support.contiguous())
-    rest = (u_accept, u_next, is_greedy, argmax.contiguous())
+    given = (
+        p.contiguous(),
+        starts,
+        lens,
+        limits,
+        ids,
+        drafted,
+        probs.contiguous(),
+        index.contiguous(),
+        support.contiguous(),
+    )
+    rest = (u_accept, u_next, is_greedy.contiguous(), argmax.contiguous())
     accept_drafts(*(t.numpy() for t in (*given, *rest)), RESIDUAL_FLOOR, out.numpy(), seen.numpy())
     taken, full, next_ids = out.unbind(1)
     return Acceptance(taken, full, next_ids, taken == torch.minimum(lens, limits), full > taken, seen[0], seen[1])

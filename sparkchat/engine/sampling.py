@@ -228,12 +228,14 @@ def _forbid(logits: Tensor, rows: Sequence[int], ids: Sequence[int], index_of: T
 
 
 def has_kernels(rows: Tensor) -> bool:
-    """Whether ``kernels.cpu.laws`` takes these rows [n, V]: on a processor that it is made for, where a pass counts."""
+    """Whether ``kernels.cpu.laws`` takes these rows [n, V]: on a processor that it is made for, where a pass counts.
+
+    How they lie in memory does not matter, so that a row has the same law alone and among others.
+    """
     return (
         rows.device.type == "cpu"
         and rows.dtype == torch.float32
         and rows.shape[-1] >= _WORTH_KERNELS
-        and rows.is_contiguous()
         and cpu.is_supported()
     )
 
@@ -245,7 +247,7 @@ def row_peaks(logits: Tensor) -> Tensor:
     from sparkchat.kernels.cpu.laws import find_peaks
 
     peaks = torch.empty(logits.shape[0])
-    find_peaks(logits.numpy(), peaks.numpy())
+    find_peaks(logits.contiguous().numpy(), peaks.numpy())
     return peaks
 
 
@@ -295,6 +297,7 @@ def _laws_by_row(logits: Tensor, peaks: Tensor, settings: Sequence[tuple[float, 
 def _laws_by_kernel(logits: Tensor, peaks: Tensor, settings: Sequence[tuple[float, ...]]) -> Tensor:
     from sparkchat.kernels.cpu.laws import soften
 
+    logits = logits.contiguous()
     laws = torch.empty_like(logits)
     rows = zip(logits.numpy(), peaks.tolist(), laws.numpy(), settings, strict=True)
     for row, peak, law, (temperature, top_k, top_p, min_p) in rows:
@@ -345,7 +348,7 @@ def draw(weights: Tensor, u: Tensor) -> Tensor:
         from sparkchat.kernels.cpu.laws import draw_rows
 
         drawn = torch.empty(n, dtype=torch.int64)
-        draw_rows(weights.numpy(), u.to(torch.float64).contiguous().numpy(), drawn.numpy())
+        draw_rows(weights.contiguous().numpy(), u.to(torch.float64).contiguous().numpy(), drawn.numpy())
         return drawn
     u = u.to(weights.device, torch.float64)[:, None]
     if vocab % _DRAW_BLOCK or vocab == _DRAW_BLOCK:

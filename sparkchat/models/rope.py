@@ -100,9 +100,10 @@ class RopeTable:
         return torch.complex(angles.cos() * self._factor, angles.sin() * self._factor)
 
     def prepare(self, end: int) -> None:
-        """Compute what lies below ``end`` now, so that ``at`` can be captured."""
-        if end > self._table.shape[0]:
-            self._table = torch.cat([self._table, self._rotations(self._table.shape[0], end)])
+        """Compute what lies below ``end`` now, so that ``at`` can be captured; doubles at least."""
+        known = self._table.shape[0]
+        if end > known:
+            self._table = torch.cat([self._table, self._rotations(known, max(end, 2 * known))])
 
     @property
     def numbers(self) -> Tensor:
@@ -115,7 +116,5 @@ class RopeTable:
 
     def rows(self, positions: Tensor, end: int) -> Tensor:
         """positions [N] int64, all below ``end`` -> [N, head_dim/2] complex64."""
-        known = self._table.shape[0]
-        if end > known:
-            self._table = torch.cat([self._table, self._rotations(known, max(end, 2 * known))])
+        self.prepare(end)
         return self._table.index_select(0, positions)

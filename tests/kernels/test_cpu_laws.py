@@ -55,6 +55,24 @@ def test_settings_of_rows_are_their_own() -> None:
     assert (together[0] > 0).sum() == 1 and (together[1] > 0).sum() == 5
 
 
+def test_rows_that_lie_apart_have_the_laws_they_have_alone() -> None:
+    """A head whose outputs are no whole number of lane blocks gives such rows."""
+    logits = (4 * random(3, 5008))[:, :5003]
+    settings = [[0.7] * 3, [0, 0, 9], [1.0] * 3, [0.0] * 3]
+    laws = sampling.probabilities(logits, *settings)
+    u = torch.rand(3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    drawn = sampling.draw(laws, u)
+    assert torch.equal(sampling.row_peaks(logits), logits.amax(dim=1))
+    for row in range(3):
+        alone = sampling.probabilities(logits[row : row + 1].clone(), *([values[row]] for values in settings))
+        assert torch.equal(alone[0], laws[row])
+        apart = torch.empty(1, 5008)[:, :5003].copy_(alone)
+        assert int(sampling.draw(apart, u[row : row + 1])) == int(drawn[row])
+    wide = torch.zeros(3, 5008)
+    wide[:, :5003] = laws
+    assert torch.equal(sampling.draw(wide[:, :5003], u), drawn)
+
+
 @pytest.mark.parametrize("size", SIZES)
 def test_draws_invert_the_sums(size: int) -> None:
     """Whole numbers as weights: every sum is exact, and so is the place that a number in [0, 1) falls to."""

@@ -71,6 +71,7 @@ class Decoder:
         self._layers, self._norm, self._heads, self._size = list(layers), norm, heads, head_size
         self._eps = np.array([eps], np.float32)
         self._table = np.zeros((len(self._layers), job_words.LAYER_WORDS), np.int64)
+        """What stays the same from call to call; every call fills up a copy."""
         for line, layer in zip(self._table, self._layers, strict=True):
             qk_norm = 0 if layer.qk_norm is None else layer.qk_norm.data_ptr()
             matrices = (layer.qkv.record, layer.o.record, layer.gate_up.record, layer.down.record)
@@ -88,7 +89,8 @@ class Decoder:
         rope [P, D] float32, cosine and sine of each pair side by side, holds every position.
         """
         count, threads = x.shape[0], torch.get_num_threads()
-        assert x.is_contiguous() and rope.is_contiguous()
+        assert x.is_contiguous() and rope.is_contiguous() and x.dtype == rope.dtype == torch.float32
+        assert all(cache.data.dtype in (torch.bfloat16, torch.float32) for cache in caches)
         assert all(t.is_contiguous() for t in (rows.positions, rows.ends, rows.cache_rows))
         heads, key_heads = self._heads
         features = torch.empty((count, len(taps), self._hidden)) if taps else None
@@ -103,7 +105,8 @@ class Decoder:
         )
         scratch_bytes += -scratch_bytes % 64
         scratch = torch.empty((threads, scratch_bytes), dtype=torch.uint8)
-        self._place(caches, taps)
+        table = self._table.copy()
+        _place(table, caches, taps)
         job = np.zeros(job_words.CONTEXT_BYTES + 1, np.int64)
         job[:] = (
             count,
@@ -113,7 +116,7 @@ class Decoder:
             self._size,
             self._inner,
             len(self._layers),
-            self._table.ctypes.data,
+            table.ctypes.data,
             x.data_ptr(),
             rows.positions.data_ptr(),
             rows.ends.data_ptr(),
@@ -136,14 +139,15 @@ class Decoder:
         team(threads).run(STACK, job)
         return out, features
 
-    def _place(self, caches: Sequence[LayerCache], taps: Sequence[int]) -> None:
-        """Write where the cache lies now, which may have grown."""
-        for index, (line, cache) in enumerate(zip(self._table, caches, strict=True)):
-            data = cache.data
-            width = data.element_size()
-            line[job_words.STORE_BASE] = data.data_ptr()
-            line[job_words.ROW_STRIDE] = data.stride(0) * width
-            line[job_words.HEAD_STRIDE] = data.stride(1) * width
-            line[job_words.SLOTS] = data.shape[2]
-            line[job_words.WINDOW] = cache.window or 0
-            line[job_words.TAP] = list(taps).index(index) if index in taps else -1
+
+def _place(table: np.ndarray, caches: Sequence[LayerCache], taps: Sequence[int]) -> None:
+    """Write into the layers' lines where the cache lies now, which may have grown."""
+    for index, (line, cache) in enumerate(zip(table, caches, strict=True)):
+        data = cache.data
+        width = data.element_size()
+        line[job_words.STORE_BASE] = data.data_ptr()
+        line[job_words.ROW_STRIDE] = data.stride(0) * width
+        line[job_words.HEAD_STRIDE] = data.stride(1) * width
+        line[job_words.SLOTS] = data.shape[2]
+        line[job_words.WINDOW] = cache.window or 0
+        line[job_words.TAP] = list(taps).index(index) if index in taps else -1

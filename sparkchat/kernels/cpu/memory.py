@@ -1,7 +1,8 @@
-"""Numbers at addresses, and what threads agree by: atomic words."""
+"""Numbers at addresses, and what threads agree by: atomic words and locks."""
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 import numpy as np
@@ -75,3 +76,44 @@ def yield_processor(typing: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(), generate
+
+
+def make_lock() -> int:
+    """The address of a new lock of Python's own, taken already; it lives as long as the process.
+
+    Of a ``threading.Lock`` the address is not known, and only code that holds the interpreter may use it.
+    """
+    python = ctypes.pythonapi
+    python.PyThread_allocate_lock.restype = ctypes.c_void_p
+    python.PyThread_acquire_lock.argtypes = (ctypes.c_void_p, ctypes.c_int)
+    lock = python.PyThread_allocate_lock()
+    if not lock:
+        raise MemoryError("no memory for a lock")
+    python.PyThread_acquire_lock(lock, 1)
+    return int(lock)
+
+
+@intrinsic
+def acquire(typing: Any, lock: Any) -> Any:
+    """Sleep until the lock is free and take it."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kind = ir.FunctionType(ir.IntType(32), [ir.IntType(8).as_pointer(), ir.IntType(32)])
+        function = cgutils.get_or_insert_function(builder.module, kind, "PyThread_acquire_lock")
+        builder.call(function, [builder.inttoptr(args[0], ir.IntType(8).as_pointer()), ir.IntType(32)(1)])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate
+
+
+@intrinsic
+def release(typing: Any, lock: Any) -> Any:
+    """Free the lock, which another thread may have taken."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kind = ir.FunctionType(ir.VoidType(), [ir.IntType(8).as_pointer()])
+        function = cgutils.get_or_insert_function(builder.module, kind, "PyThread_release_lock")
+        builder.call(function, [builder.inttoptr(args[0], ir.IntType(8).as_pointer())])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate

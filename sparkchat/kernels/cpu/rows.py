@@ -96,8 +96,9 @@ def _pack(e: Emitter, x: ir.Value, groups: ir.Value, out: ir.Value) -> None:
         # Neither infinity nor what is no number survives as 0.
         damage = e.total(b.fmul(b.fadd(*halves), e.zero))
         scale = b.fadd(b.fdiv(most, F32(LARGEST)), damage)
-        is_zero = b.fcmp_ordered("==", most, F32(0.0))
-        inverse = e.splat(b.select(is_zero, F32(0.0), b.fdiv(F32(LARGEST), most)))
+        # Below this, LARGEST / most is infinite or nearly so; nothing that follows would see such numbers.
+        is_nothing = b.fcmp_ordered("<", most, F32(1e-30))
+        inverse = e.splat(b.select(is_nothing, F32(0.0), b.fdiv(F32(LARGEST), most)))
         for i, half in enumerate(halves):
             e.store_rounded(b.fmul(half, inverse), e.at(out, e.times(g, 2 * GROUP), i * 2 * LANES))
         for place, value in ((scales, scale), (sums, total)):

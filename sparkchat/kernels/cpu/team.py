@@ -13,7 +13,16 @@ import threading
 import numpy as np
 from numba import njit
 
-from sparkchat.kernels.cpu.memory import exchange, fetch_add, peek, words, yield_processor
+from sparkchat.kernels.cpu.memory import (
+    acquire,
+    exchange,
+    fetch_add,
+    make_lock,
+    peek,
+    release,
+    words,
+    yield_processor,
+)
 from sparkchat.kernels.cpu.product import STORE, multiply
 from sparkchat.kernels.cpu.rows import GROUP_ROW_BYTES, pack
 from sparkchat.kernels.cpu.stack import COUNTERS, meet, run_stack
@@ -24,9 +33,11 @@ PRODUCT, STACK = 0, 1
  PRODUCT_SCRATCH_STRIDE) = range(10)  # fmt: skip
 """Words of a product's job."""
 MOST_COUNTERS = 4096
-SEQUENCE, DONE, WORK, ADDRESS, PARKED = 0, 8, 16, 17, 24
+SEQUENCE, DONE, WORK, ADDRESS, SLEEPERS = 0, 8, 16, 17, 24
 """Words of the board on which jobs are written; those that threads wait for lie in lines of their own."""
 _LINE = 8
+_LOCK = 1
+"""Place in a thread's line behind SLEEPERS of the lock it sleeps on; before it, whether it sleeps."""
 _LOOKS = 40_000
 """How often a worker looks for a job before it sleeps: about a tenth of a millisecond."""
 _LOOKS_AT_ONCE = 1000
@@ -48,32 +59,50 @@ def _run_product(job_address, place, thread, threads):
 
 @njit(nogil=True)
 def _wait_for_job(board, thread, seen):
-    """Whether a job behind number ``seen`` has come; if not, this thread has to sleep until it is woken."""
+    """Return when a job behind number ``seen`` has come; this thread sleeps if that takes long."""
     looks = 0
     while peek(board + 8 * SEQUENCE) == seen:
         looks += 1
         if looks % _LOOKS_AT_ONCE == 0:
             yield_processor()
         if looks > _LOOKS:
-            parked = board + 8 * (PARKED + _LINE * thread)
-            exchange(parked, 1)
-            # A job may have come meanwhile, and its giver may or may not have seen who sleeps.
-            if peek(board + 8 * SEQUENCE) == seen or exchange(parked, 0) == 0:
-                return False
-    return True
+            sleeper = board + 8 * (SLEEPERS + _LINE * thread)
+            exchange(sleeper, 1)
+            # A job may have come meanwhile. Whoever takes the 1 away settles it: the giver wakes whom it took it from.
+            if peek(board + 8 * SEQUENCE) == seen or exchange(sleeper, 0) == 0:
+                acquire(peek(sleeper + 8 * _LOCK))
+            looks = 0
 
 
-@njit("int64(int64, int64, int64, int64, int64)", nogil=True, cache=True)
-def _take_part(board, place, thread, threads, seen):
-    """Do the job on the board; thread 0 once, returning when all are done, others until none comes for a while.
+@njit(nogil=True)
+def _publish(board, place, threads, work, job):
+    """Write a job on the board and wake those who sleep. All threads have left the job before."""
+    counters = words(place + 8 * COUNTERS, MOST_COUNTERS)
+    counters[:] = 0
+    exchange(board + 8 * WORK, work)
+    exchange(board + 8 * ADDRESS, job)
+    exchange(board + 8 * DONE, 0)
+    fetch_add(board + 8 * SEQUENCE, 1)
+    for thread in range(1, threads):
+        sleeper = board + 8 * (SLEEPERS + _LINE * thread)
+        if exchange(sleeper, 0) == 1:
+            release(peek(sleeper + 8 * _LOCK))
 
-    Returns the number of the last job done. One function for all roles: it holds all the code there is, and every copy
-    would have to be compiled.
+
+@njit("void(int64, int64, int64, int64, int64, int64)", nogil=True, cache=True)
+def _take_part(board, place, thread, threads, work, job):
+    """Thread 0 gives the team a job and returns when all have done their part; the others do what is given, for ever.
+
+    One function for all roles: it holds all the code there is, and every copy would have to be compiled. And one call:
+    were the giver interrupted (Ctrl-C) between giving a job and taking part, the others would wait for it in vain.
     """
+    seen = 0
+    if thread == 0:
+        _publish(board, place, threads, work, job)
     while True:
-        if thread != 0 and not _wait_for_job(board, thread, seen):
-            return seen
-        seen += 1
+        if thread != 0:
+            _wait_for_job(board, thread, seen)
+            seen += 1
         if peek(board + 8 * WORK) == STACK:
             run_stack(peek(board + 8 * ADDRESS), place, thread, threads)
         else:
@@ -86,53 +115,30 @@ def _take_part(board, place, thread, threads, seen):
             looks += 1
             if looks > _LOOKS_AT_ONCE:
                 yield_processor()
-        return seen
-
-
-@njit("int64(int64, int64, int64, int64, int64)", nogil=True, cache=True)
-def _publish(board, place, threads, work, job):
-    """Write a job on the board; returns a bit for each thread that sleeps and must be woken."""
-    counters = words(place + 8 * COUNTERS, MOST_COUNTERS)
-    counters[:] = 0
-    exchange(board + 8 * WORK, work)
-    exchange(board + 8 * ADDRESS, job)
-    exchange(board + 8 * DONE, 0)
-    fetch_add(board + 8 * SEQUENCE, 1)
-    asleep = 0
-    for thread in range(1, threads):
-        if exchange(board + 8 * (PARKED + _LINE * thread), 0) == 1:
-            asleep |= 1 << thread
-    return asleep
+        return
 
 
 class Team:
-    """``size`` threads, the calling one among them."""
+    """``size`` threads, the calling one among them. The others end with the process."""
 
     def __init__(self, size: int) -> None:
-        self.size = min(size, 62)
+        self.size = size
         self._lock = threading.Lock()
-        self._board = _aligned(PARKED + _LINE * (self.size + 1))
+        self._board = _aligned(SLEEPERS + _LINE * size)
         self._place = _aligned(COUNTERS + MOST_COUNTERS)
-        self._wakes = [threading.Lock() for _ in range(self.size)]
-        for thread in range(1, self.size):
-            self._wakes[thread].acquire()
-            threading.Thread(target=self._work, args=(thread,), name=f"sparkchat-cpu-{thread}", daemon=True).start()
+        for thread in range(1, size):
+            self._board[SLEEPERS + _LINE * thread + _LOCK] = make_lock()
+            threading.Thread(
+                target=self._take_part, args=(thread,), name=f"sparkchat-cpu-{thread}", daemon=True
+            ).start()
 
     def run(self, work: int, job: np.ndarray) -> None:
         """Do the job [words] int64 together; returns when it is done."""
-        board, place = self._board.ctypes.data, self._place.ctypes.data
         with self._lock:
-            asleep = _publish(board, place, self.size, work, job.ctypes.data)
-            for thread in range(1, self.size):
-                if asleep >> thread & 1:
-                    self._wakes[thread].release()
-            _take_part(board, place, 0, self.size, 0)
+            self._take_part(0, work, job.ctypes.data)
 
-    def _work(self, thread: int) -> None:
-        seen = 0
-        while True:
-            seen = _take_part(self._board.ctypes.data, self._place.ctypes.data, thread, self.size, seen)
-            self._wakes[thread].acquire()
+    def _take_part(self, thread: int, work: int = 0, job: int = 0) -> None:
+        _take_part(self._board.ctypes.data, self._place.ctypes.data, thread, self.size, work, job)
 
 
 @functools.cache

@@ -9,6 +9,7 @@ those sums in float32 in one order, whatever the tile's height.
 from __future__ import annotations
 
 import functools
+from types import FunctionType
 
 from llvmlite import ir
 from numba import cfunc, types
@@ -123,15 +124,18 @@ class Tile:
         return totals
 
 
+def _call(codes, block_bytes, groups, x, x_stride, out, out_stride):  # type: ignore[no-untyped-def]
+    _tile(codes, block_bytes, groups, x, x_stride, out, out_stride)  # type: ignore[name-defined]  # noqa: F821
+
+
 def _compile(kind: int, rows: int, width: int = 1) -> int:
     """The address of a tile's machine code."""
-    tile = primitive(f"tile_{kind}_{rows}_{width}", 7, Tile(kind, rows, width))
-
-    def call(codes, block_bytes, groups, x, x_stride, out, out_stride):  # type: ignore[no-untyped-def]
-        tile(codes, block_bytes, groups, x, x_stride, out, out_stride)
-
-    # What is compiled is kept under the function's name.
-    call.__name__ = call.__qualname__ = f"tile_{kind}_{rows}_{width}"
+    name = f"tile_{kind}_{rows}_{width}"
+    tile = primitive(name, 7, Tile(kind, rows, width))
+    # The tile as a global of its own copy of the function: Numba keeps code under the function's name and the contents
+    # of its closure, and an intrinsic in that is another one in every process.
+    call = FunctionType(_call.__code__, {"_tile": tile, "__name__": __name__}, name)
+    call.__qualname__ = name
     return cfunc(types.void(*[types.int64] * 7), cache=True)(call).address
 
 
