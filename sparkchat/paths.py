@@ -31,6 +31,8 @@ class Paths:
     cost_tables: Path
     temperatures: Path
     """Confidence temperatures fitted by ``sparkchat tune``."""
+    cpu_kernels: Path
+    """Code that was compiled for this processor, a folder for each version."""
     hub_cache: Path
     """The Hugging Face cache, shared with every other program that uses it."""
     shipped_profiles: Path
@@ -62,6 +64,7 @@ def user_paths() -> Paths:
         models=cache / "models",
         cost_tables=cache / "cost_tables",
         temperatures=cache / "temperatures",
+        cpu_kernels=cache / "cpu_kernels",
         hub_cache=_hub_cache(),
         shipped_profiles=_shipped_profiles(),
         shipped_drafters=_PACKAGE / "drafters",

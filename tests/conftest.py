@@ -29,7 +29,9 @@ if threading.current_thread() is threading.main_thread():
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 # Compiling for the processor takes some seconds, and every test has folders of its own.
-os.environ.setdefault("NUMBA_CACHE_DIR", str(compiled_folder(Path(__file__).parents[1] / ".pytest_cache")))
+os.environ.setdefault(
+    "NUMBA_CACHE_DIR", str(compiled_folder(Path(__file__).parents[1] / ".pytest_cache" / "cpu_kernels"))
+)
 
 from fixtures.surroundings import DEAD_SERVERS, USER_FOLDERS
 

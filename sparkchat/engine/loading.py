@@ -125,7 +125,7 @@ def describe(
 
     ``graphs``: captured steps are in use, or why not.
     """
-    drafter, is_fused = pair.drafter, getattr(pair.target, "fused", None) is not None
+    drafter = pair.drafter
     return {
         "model": spec.name,
         "drafter": drafter_name(spec, pair),
@@ -153,7 +153,7 @@ def describe(
             "markov": None if drafter is None else drafter.config.markov_head_type,
             "confidence": drafter is not None and drafter.has_confidence,
         },
-        "kernels": {"linear": pair.target.config.linear_kernel, "step": "triton" if is_fused else "torch"},
+        "kernels": {"linear": pair.target.config.linear_kernel, "step": _step_kernels(pair)},
         "graphs": graphs,
         "chat_template": text.template_source,
         "reasoning_efforts": list(text.reasoning_efforts),
@@ -292,6 +292,13 @@ def _versions() -> dict[str, str]:
         "transformers": transformers.__version__,
         "platform": sys.platform,
     }
+
+
+def _step_kernels(pair: LoadedPair) -> str:
+    """Whose kernels run the layers of a decode step: triton's, those compiled for the processor, or torch's own."""
+    if getattr(pair.target, "fused", None) is not None:
+        return "triton"
+    return "compiled" if getattr(getattr(pair.target, "stack", None), "native", None) is not None else "torch"
 
 
 def _weights_sha256(path: Path) -> str | None:

@@ -53,6 +53,7 @@ def test_paths_names_every_folder_and_creates_none(main: Cli, own_folders: Path)
     folders = main("paths", "--json").json
     assert folders["profiles"] == str(own_folders / "config" / "sparkchat" / "profiles")
     assert set(folders) >= {"config", "data", "state", "cache", "profiles", "traces", "logs", "models", "hub_cache"}
+    assert "cpu_kernels" in folders
     assert not Path(folders["profiles"]).exists()
     assert [line.split()[0] for line in main("paths").out.splitlines()] == list(folders)
 

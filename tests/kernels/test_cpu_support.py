@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -53,4 +54,20 @@ def test_a_full_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def test_compiled_code_is_kept_apart_by_what_it_was_made_from(tmp_path: Path) -> None:
     folder = cpu.compiled_folder(tmp_path)
-    assert folder.parent == tmp_path / "cpu_kernels" and len(folder.name) == 16
+    assert folder.parent == tmp_path and len(folder.name) == 16
+
+
+def test_what_other_versions_left_long_ago_is_removed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    if not cpu.is_supported():
+        pytest.skip(f"no kernels for this processor: {cpu.why_not()}")
+    cpu.why_not.cache_clear()
+    kept = tmp_path / "kept"
+    names = {"old": "0" * 16, "recent": "1" * 16, "foreign": "notes"}
+    for name in names.values():
+        (kept / name).mkdir(parents=True)
+        (kept / name / "file").write_text("x")
+    for name in (names["old"], names["foreign"]):
+        os.utime(kept / name, (0, 0))
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(kept / ("2" * 16)))
+    assert cpu.why_not() is None
+    assert {path.name for path in kept.iterdir()} == {names["recent"], names["foreign"], "2" * 16}

@@ -17,14 +17,18 @@ import functools
 import hashlib
 import importlib.util
 import os
+import re
 import shutil
 import sys
+import time
 from pathlib import Path
 
 from sparkchat.paths import user_paths
 
 ROOM = 16 * 1024 * 1024
 """Bytes that must be free for the compiled code, which takes a tenth of it."""
+OLD = 30 * 24 * 3600
+"""Seconds after which compiled code of another version is removed."""
 OFF = "SPARKCHAT_CPU_KERNELS"
 """Set to 0 in the environment: torch's operations are used, the reference for these kernels."""
 
@@ -47,14 +51,16 @@ def why_not() -> str | None:
     if not triple.startswith(("x86_64", "aarch64", "arm64")):
         return f"they are not made for {triple.split('-')[0]}"
     # Numba reads this once, when it is imported.
-    os.environ.setdefault("NUMBA_CACHE_DIR", str(compiled_folder(user_paths().cache)))
+    os.environ.setdefault("NUMBA_CACHE_DIR", str(compiled_folder(user_paths().cpu_kernels)))
     return _why_not_kept(Path(os.environ["NUMBA_CACHE_DIR"]))
 
 
 def _why_not_kept(folder: Path) -> str | None:
     """Why compiled code cannot lie in the folder, which is made: Numba would end the program in the middle of it."""
     try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if not folder.exists():
+            folder.mkdir(parents=True, mode=0o700, exist_ok=True)
+            _drop_old(folder)
         free = shutil.disk_usage(folder).free
     except OSError as error:
         return f"compiled code cannot be kept in {folder}: {error.strerror}"
@@ -63,6 +69,14 @@ def _why_not_kept(folder: Path) -> str | None:
     if free < ROOM:
         return f"compiled code cannot be kept in {folder}: the disk is full"
     return None
+
+
+def _drop_old(folder: Path) -> None:
+    """Remove what other versions left beside a new folder and have not used for a while."""
+    for other in folder.parent.iterdir():
+        is_ours = re.fullmatch("[0-9a-f]{16}", other.name) is not None and other != folder
+        if is_ours and time.time() - other.stat().st_mtime > OLD:
+            shutil.rmtree(other, ignore_errors=True)
 
 
 def is_supported() -> bool:
@@ -80,9 +94,9 @@ def is_compiled() -> bool:
     return folder is not None and any(folder.glob("**/team*.nbc"))
 
 
-def compiled_folder(cache: Path) -> Path:
+def compiled_folder(parent: Path) -> Path:
     """Where in a cache folder the compiled code lies: by all it was compiled from, for Numba looks at one file."""
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(path.read_bytes())
-    return cache / "cpu_kernels" / digest.hexdigest()[:16]
+    return parent / digest.hexdigest()[:16]
