@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import termios
 from typing import Any
 
 from textual.app import App
@@ -35,7 +36,17 @@ def _stop(driver: LinuxDriver) -> None:
 def _come_back(app: App[Any], driver: LinuxDriver) -> None:
     if not driver._auto_restart:
         return  # an editor has the terminal; it is taken back when that ends
+    if not _is_there(driver):
+        return  # the system sends SIGCONT behind the SIGHUP of a terminal that goes away
     if not driver._must_signal_resume:
         driver.suspend_application_mode()
     driver.resume_application_mode()
     app.refresh(layout=True)
+
+
+def _is_there(driver: LinuxDriver) -> bool:
+    try:
+        termios.tcgetattr(driver.fileno)
+    except (termios.error, OSError, ValueError):
+        return False
+    return True

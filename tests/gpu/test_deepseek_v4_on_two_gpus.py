@@ -20,7 +20,7 @@ from cases.harness import varied_cost
 from fixtures.deepseek_v4 import write_tiny_v4
 from fixtures.deepseek_v4_mix import write_v4_mix, write_v4_mix_mtp
 from sparkchat.client import EngineClient
-from sparkchat.models.symmetric import OFF as SHARED_SUMS
+from sparkchat.models.symmetric import SWITCH as SHARED_SUMS
 from sparkchat.params import GenerateRequest, LoadSpec, SamplingParams
 
 PROGRAM = Path(__file__).with_name("two_devices.py")
