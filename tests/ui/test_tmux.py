@@ -29,7 +29,9 @@ class Tmux:
         names = {"PYTHONPATH": str(ROOT), **environment}
         assigned = " ".join(f"{name}={shlex.quote(value)}" for name, value in names.items())
         program = f"{shlex.quote(sys.executable)} {shlex.quote(str(PROGRAM))} {shlex.quote(json.dumps(wish))}"
-        script = f"env {assigned} {program}; echo left with $?; stty -a | grep -c -- '-echo ' ; sleep 600"
+        # After a sudden death the keeper leaves the full screen a moment later: what a shell says before is gone.
+        after = "code=$?; sleep 2; echo left with $code; stty -a | grep -c -- '-echo ' ; sleep 600"
+        script = f"env {assigned} {program}; {after}"
         self._run("-f", "/dev/null", "new-session", "-d", "-x", str(size[0]), "-y", str(size[1]), script)
 
     def _run(self, *arguments: str) -> str:
