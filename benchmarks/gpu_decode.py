@@ -245,15 +245,18 @@ def chat_length() -> float:
 def launches(steps: int) -> Iterator[dict[str, Any]]:
     """What the device does in a plain step and in a round, launch by launch."""
     drafter = {"drafter_path": str(SHAPES / "drafter"), "simulate_acceptance": CHAT}
-    for name, settings, mode in (("off, no drafter", {}, "off"), ("DSpark, chat", drafter, "static")):
+    runs: list[tuple[dict[str, Any], int, str]] = [
+        ({}, 1, "off"),
+        (drafter, 1, "static"),
+        ({**drafter, "concurrency": 32}, 32, "compact"),
+    ]
+    for settings, batch, mode in runs:
         with opened(**settings) as engine:
-            for request in requests(1, mode, 600):
+            for request in requests(batch, mode, 600):
                 engine.submit(request)
-            while not engine._scheduler.decoding:
+            while len(engine._scheduler.decoding) < batch:
                 engine.step()
-            yield {"row": name, **breakdown(engine.step, steps), "state": clocks()}
-            engine.cancel("r0")
-            engine.step()
+            yield {"row": f"{mode}, batch {batch}", **breakdown(engine.step, steps), "state": clocks()}
 
 
 def memory(steps: int) -> list[dict[str, Any]]:
@@ -384,8 +387,8 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="fewer steps: under 150 s on an H200")
     parser.add_argument("--out", type=Path, help="write the JSON report here, part by part")
     parser.add_argument("--parts", default="breakdown,alone,together,contexts", help="which parts to run, in order")
-    parser.add_argument("--overlap", choices=[which.value for which in Overlap], default=Overlap.NONE.value,
-                        help="which kernels start while the one before them ends")  # fmt: skip
+    parser.add_argument("--overlap", choices=[which.value for which in Overlap],
+                        help="which kernels start while the one before them ends; else the default")  # fmt: skip
     parser.add_argument("--smollm", metavar="GGUF", help="also run SmolLM2-135M from this file")
     parser.add_argument("--commit", help="what is measured, where the folder is no git checkout")
     parser.add_argument("--memory-steps", type=int, default=10_000)
@@ -394,7 +397,8 @@ def parse_options() -> argparse.Namespace:
 
 def main() -> None:
     options = parse_options()
-    engine_module.build_decoder = partial(build_decoder, overlaps=Overlap(options.overlap))
+    if options.overlap:
+        engine_module.build_decoder = partial(build_decoder, overlaps=Overlap(options.overlap))
     began, steps = time.perf_counter(), 120 if options.quick else 400
     bandwidth = read_bandwidth()
     floors = {

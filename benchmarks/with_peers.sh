@@ -14,7 +14,7 @@ mkdir -p "$OUT"
 report=$OUT/decode.json
 chat=$(python3 -c 'import sys; sys.path[:0] = ["benchmarks", "."]; from gpu_decode import chat_length; print(chat_length())')
 
-python3 benchmarks/gpu_decode.py --quick --parts "${PARTS:-alone,together}" --overlap "${OVERLAP:-none}" \
+python3 benchmarks/gpu_decode.py --quick --parts "${PARTS:-alone,together}" ${OVERLAP:+--overlap "$OVERLAP"} \
     --commit "${COMMIT:-unknown}" --out "$report" >"$OUT/ours.txt" 2>"$OUT/ours.err"
 echo "ours: rc $?, $(($(date +%s) - began)) s"
 

@@ -27,7 +27,7 @@ from sparkchat.kernels.attention import attention_workspace
 from sparkchat.kernels.attention.kernel import EXACT_TILE, HALF_TILE, launch_decode_attention
 from sparkchat.kernels.gemm import gemm_splits
 from sparkchat.kernels.gemm.kernel import launch_small_gemm
-from sparkchat.kernels.launch import overlap, started_by
+from sparkchat.kernels.launch import Overlap, overlap, started_by
 from sparkchat.kernels.markov import MarkovBuffers
 from sparkchat.kernels.markov.kernel import launch_markov_block
 from sparkchat.kernels.norm.kernel import launch_add_rms_norm
@@ -109,6 +109,9 @@ def attention() -> None:
         cache, q = torch.zeros(2, 2 * kv_heads, 2048, dim, dtype=dtype), torch.zeros(8, heads, dim, dtype=dtype)
         space = attention_workspace(8, heads, dim, 2048, CPU)
         launch_decode_attention(q, cache, starts, rows, positions, positions, q, space, most, window, None)
+        with overlap(Overlap.SMALL):
+            given = (q, cache, starts, rows, positions, positions, q, space, most, window, None)
+            launch_decode_attention(*given, is_settled=True)
         many = torch.zeros(33, dtype=torch.int32)
         launch_decode_attention(
             q, cache, many, rows, positions, positions, q, space, most, window, rows[None],

@@ -67,14 +67,16 @@ def build_decoder(
     block: int,
     stages: Stages | None = None,
     is_fused: bool | None = None,
-    overlaps: Overlap | bool = False,
+    overlaps: Overlap | None = None,
 ) -> CapturedDecoder:
     """A decoder for up to ``seats`` requests; takes all the storage of the pair's caches for good.
 
     ``stages`` None captures on a GPU and runs eagerly elsewhere. ``is_fused`` None takes the kernels of
     ``sparkchat.kernels`` on a GPU where they compute all that the pair needs, True insists, False takes torch's own.
-    ``overlaps``: which captured kernels may start while the one before them ends (kernels/launch.py).
+    ``overlaps``: which captured kernels may start while the one before them ends (kernels/launch.py); None takes what
+    was measured to be best for the model.
     """
+    overlaps = overlaps or _best_overlap(own_part(pair))
     shape = StepShape(
         seats=seats,
         block=block,
@@ -89,8 +91,7 @@ def build_decoder(
     if pair.team is not None:
         caches: tuple[Any, Any] = (pair.cache, pair.draft_cache)
         numbers = [None if cache is None else cache.number for cache in caches]
-        early = overlaps if isinstance(overlaps, bool) else overlaps.value
-        pair.team.call("open_steps", caches=numbers, shape=asdict(shape), overlaps=early)
+        pair.team.call("open_steps", caches=numbers, shape=asdict(shape), overlaps=overlaps and overlaps.value)
     stages = stages or own_stages(pair.device, overlaps)
     if pair.team is not None:
         stages = SharedStages(stages, pair.team)
@@ -167,6 +168,16 @@ def _takes_layers(pair: LoadedPair) -> bool:
     """Whether the kernels take the numbers of DeepSeek V4's layers."""
     target: Any = pair.target
     return isinstance(target, DeepseekV4) and has_kernels(target.device, target.kv_dtype)
+
+
+def _best_overlap(pair: LoadedPair) -> Overlap | None:
+    """Small kernels start early in dense models: `off` 4.42 -> 4.23 ms, a round 5.67 -> 5.48 ms on an H200
+    (benchmarks/results/2026-11-30-gpu-decode.md). For DeepSeek V4 it has not been measured."""
+    if pair.device.type != "cuda":
+        return None
+    from sparkchat.kernels.launch import Overlap
+
+    return Overlap.NONE if isinstance(pair.target, DeepseekV4) else Overlap.SMALL
 
 
 def _fuse_layers(pair: LoadedPair, shape: StepShape) -> None:

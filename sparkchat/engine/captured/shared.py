@@ -45,15 +45,13 @@ def own_part(pair: LoadedPair) -> LoadedPair:
     )
 
 
-def own_stages(device: torch.device, overlaps: Overlap | bool | str = False) -> Stages:
-    """Captured on a GPU, run as they are elsewhere. ``overlaps``: as of ``build_decoder``, or what it is called."""
+def own_stages(device: torch.device, overlaps: Overlap | str | None = None) -> Stages:
+    """Captured on a GPU, run as they are elsewhere. ``overlaps``: as of ``GraphStages``, or what it is called."""
     if device.type != "cuda":
         return EagerStages()
-    if isinstance(overlaps, str):
-        from sparkchat.kernels.launch import Overlap
+    from sparkchat.kernels.launch import Overlap
 
-        overlaps = Overlap(overlaps)
-    return GraphStages(device, overlaps)
+    return GraphStages(device, Overlap(overlaps or "none"))
 
 
 class SharedStages:

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparkchat.kernels.launch import launch, power_of_two, reads_ahead, wait
+from sparkchat.kernels.launch import launch, power_of_two, prefetch, reads_ahead, wait
 
 if TYPE_CHECKING:
     from sparkchat.kernels.attention import AttentionWorkspace
@@ -83,6 +83,35 @@ def _fold(run_top, run_total, run_mixed, top, total, mixed):
 
 
 @triton.jit
+def _places(
+    at, stored, pages_ptr, cache_row, page_stride, slot_stride, pages_stride, capacity, page_size, PAGED: tl.constexpr
+):
+    # Where the keys of these positions begin.
+    slot = (at % capacity).to(tl.int64)
+    page = cache_row
+    if PAGED:
+        page = tl.load(pages_ptr + cache_row * pages_stride + slot // page_size, mask=stored, other=0)
+        page = page.to(tl.int64)
+        slot = slot % page_size
+    return page * page_stride + slot * slot_stride
+
+
+@triton.jit
+def _call_tile(
+    key_base, value_base, pages_ptr, start, lowest, highest, cache_row, page_stride, slot_stride, pages_stride,
+    capacity, page_size, DIM: tl.constexpr, BLOCK: tl.constexpr, PAGED: tl.constexpr,
+):  # fmt: skip
+    # Call a tile of keys and values into L2, without waiting for it.
+    at = tl.minimum(tl.maximum(start + tl.arange(0, BLOCK), lowest), tl.maximum(highest - 1, lowest))
+    place = _places(
+        at, at >= 0, pages_ptr, cache_row, page_stride, slot_stride, pages_stride, capacity, page_size, PAGED
+    )
+    BYTES: tl.constexpr = DIM * (key_base.dtype.element_ty.primitive_bitwidth // 8)
+    prefetch(key_base + place, BYTES)
+    prefetch(value_base + place, BYTES)
+
+
+@triton.jit
 def _attend_tile(
     q, key_base, value_base, pages_ptr, start, lowest, highest, low, end, cache_row, scale, top, totals, mixed,
     page_stride, slot_stride, pages_stride, capacity, page_size,
@@ -90,13 +119,10 @@ def _attend_tile(
 ):  # fmt: skip
     at = start + tl.arange(0, BLOCK)
     stored = (at < highest) & (at >= lowest)
-    slot = (at % capacity).to(tl.int64)
-    page = cache_row
-    if PAGED:
-        page = tl.load(pages_ptr + cache_row * pages_stride + slot // page_size, mask=stored, other=0)
-        page = page.to(tl.int64)
-        slot = slot % page_size
-    offset = (page * page_stride + slot * slot_stride)[:, None] + tl.arange(0, DIM)[None, :]
+    place = _places(
+        at, stored, pages_ptr, cache_row, page_stride, slot_stride, pages_stride, capacity, page_size, PAGED
+    )
+    offset = place[:, None] + tl.arange(0, DIM)[None, :]
     k = tl.load(key_base + offset, mask=stored[:, None], other=0.0)
     v = tl.load(value_base + offset, mask=stored[:, None], other=0.0)
     if EXACT:
@@ -148,14 +174,20 @@ def _attend(
         highest = tl.max(end, axis=0)
         slot_of_query = row * (GROUP * KV_HEADS) + (query % GROUP) * KV_HEADS + head
         cache_row = tl.load(rows_ptr + first).to(tl.int64)
-        if SETTLED:
-            wait(PDL)
-        q = tl.load(q_ptr + slot_of_query[:, None] * DIM + dim[None, :], mask=is_query[:, None], other=0.0)
-        q = q.to(cache_ptr.dtype.element_ty)
         key_base = cache_ptr + head * head_stride
         value_base = key_base + KV_HEADS * head_stride
         first_span = _span_of(lowest, UNIT)
         last_span = _span_of(tl.maximum(highest - 1, lowest), UNIT)
+        if SETTLED:
+            # Most of what this program reads first was written by earlier steps.
+            span = first_span if INSIDE else tl.maximum(last_span - tl.program_id(2), first_span)
+            _call_tile(
+                key_base, value_base, pages_ptr, _start_of(span, UNIT), lowest, highest, cache_row, page_stride,
+                slot_stride, pages_stride, capacity, page_size, DIM, BLOCK, PAGED,
+            )  # fmt: skip
+            wait(PDL)
+        q = tl.load(q_ptr + slot_of_query[:, None] * DIM + dim[None, :], mask=is_query[:, None], other=0.0)
+        q = q.to(cache_ptr.dtype.element_ty)
         top = tl.full((QUERIES,), float("-inf"), tl.float32)
         totals = tl.zeros((QUERIES, BLOCK), tl.float32)
         mixed = tl.zeros((QUERIES, DIM), tl.float32)
