@@ -9,6 +9,7 @@ import json
 import re
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -34,13 +35,22 @@ PUBLISHED_FOUR = {1: 1000 / 1.70, 16: 4 * 2538.0, 64: 4 * 2994.0}
 """Tokens a second of SGLang on four H200s: by batch, all GPUs together; at batch 1 with an acceptance length of 5.4."""
 
 
-def times_by_kernel(averages: Iterable[Any], steps: int, on_gpu: bool) -> dict[str, float]:
-    """Microseconds a step of every kernel, from a profile's averages."""
-    times: dict[str, float] = {}
+@dataclass(frozen=True)
+class Spent:
+    """What a kernel took of a step."""
+
+    us: float
+    launches: float
+
+
+def times_by_kernel(averages: Iterable[Any], steps: int, on_gpu: bool) -> dict[str, Spent]:
+    """What every kernel took of one of ``steps`` steps, from a profile's averages."""
+    times: dict[str, Spent] = {}
     for one in averages:
         spent = getattr(one, "self_device_time_total", 0.0) if on_gpu else one.self_cpu_time_total
         if spent:
-            times[one.key] = times.get(one.key, 0.0) + spent / steps
+            before = times.get(one.key, Spent(0.0, 0.0))
+            times[one.key] = Spent(before.us + spent / steps, before.launches + one.count / steps)
     return times
 
 
@@ -50,7 +60,9 @@ def own_kernels() -> dict[str, str]:
     found: dict[str, str] = {}
     for file in sorted(KERNELS.glob("*/*.py")):
         folder = FOLDERS.get(file.parent.name, file.parent.name)
-        found |= dict.fromkeys(re.findall(r"@triton\.jit\s*\ndef (\w+)", file.read_text(encoding="utf-8")), folder)
+        found |= dict.fromkeys(
+            re.findall(r"@triton\.jit(?:\([^)]*\))?\s*\ndef (\w+)", file.read_text(encoding="utf-8")), folder
+        )
     return found
 
 
@@ -61,17 +73,17 @@ def part_of(kernel: str) -> str:
     return next((part for part, pattern in PARTS if re.search(pattern, name)), "other")
 
 
-def by_part(times: dict[str, float]) -> dict[str, float]:
+def by_part(times: dict[str, Spent]) -> dict[str, float]:
     found: dict[str, float] = {}
     for kernel, spent in times.items():
-        found[part_of(kernel)] = found.get(part_of(kernel), 0.0) + spent
+        found[part_of(kernel)] = found.get(part_of(kernel), 0.0) + spent.us
     return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
-def longest(times: dict[str, float], count: int = 40) -> list[list[Any]]:
-    """[name, microseconds a step, part] of the kernels that take longest."""
-    ordered = sorted(times.items(), key=lambda item: -item[1])[:count]
-    return [[kernel[:120], round(spent, 2), part_of(kernel)] for kernel, spent in ordered]
+def longest(times: dict[str, Spent], count: int = 40) -> list[list[Any]]:
+    """[name, microseconds a step, part, launches a step] of the kernels that take longest."""
+    ordered = sorted(times.items(), key=lambda item: -item[1].us)[:count]
+    return [[kernel[:120], round(spent.us, 2), part_of(kernel), spent.launches] for kernel, spent in ordered]
 
 
 def rows_of(report: dict[str, Any], part: str, name: str | None = None, batch: int | None = None) -> list[dict]:
