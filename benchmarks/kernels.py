@@ -79,6 +79,28 @@ def product_cases(make: Maker) -> Iterator[Case]:
             yield product_case(make, name, n, k, epilogue, rows)
 
 
+WIDE_TILES = (
+    (128, 64, 64, 4, 8), (128, 128, 64, 3, 8), (128, 128, 64, 4, 8), (128, 256, 64, 3, 8), (64, 256, 64, 4, 4),
+    (64, 128, 64, 4, 4), (256, 128, 64, 3, 8), (64, 256, 64, 4, 8), (128, 128, 128, 3, 8),
+)  # fmt: skip
+"""Outputs, rows, inputs of a tile, stages, warps: for more rows than a step of one request has."""
+
+
+def wide_cases(make: Maker) -> Iterator[Case]:
+    for name, n, k, epilogue in PRODUCTS:
+        for rows in (128, 256):
+            yield product_case(make, name, n, k, epilogue, rows)
+
+
+def wide_plans(weight: Tensor, epilogue: str, rows: int) -> Iterator[tuple[str, Plan]]:
+    used = plan_of(weight, epilogue, 64)
+    yield "used", used
+    for out, most_rows, block_k, stages, warps in WIDE_TILES:
+        if most_rows <= rows and stages * (out + most_rows) * block_k * 2 <= 225_000:
+            plan = replace(used, block_out=out, block_k=block_k, stages=stages, warps=warps, most_rows=most_rows)
+            yield f"{out}x{block_k} rows {most_rows} stages {stages} warps {warps}", plan
+
+
 def product_case(make: Maker, name: str, n: int, k: int, epilogue: str, rows: int) -> Case:
     count = make.sets(2 * n * k)
     weights = [make.half(n, k) for _ in range(count)]
@@ -91,7 +113,7 @@ def product_case(make: Maker, name: str, n: int, k: int, epilogue: str, rows: in
         return lambda i: launch_small_gemm(x, weights[i], out, None, None, epilogue, plan)
 
     # One row runs the same program as sixteen; only larger tiles are searched again.
-    chosen = dict(plans(weights[0], epilogue, rows))
+    chosen = dict((plans if rows <= 64 else wide_plans)(weights[0], epilogue, rows))
     if rows == 1:
         chosen = dict(list(chosen.items())[:1])
     variants = {label: runner(plan) for label, plan in chosen.items()}
@@ -293,6 +315,7 @@ def compile_only(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options:
 
 GROUPS: dict[str, Callable[[Maker], Iterator[Case]]] = {
     "products": product_cases,
+    "wide-products": wide_cases,
     "fp8": fp8_cases,
     "attention": attention_cases,
     "small": small_cases,

@@ -130,7 +130,7 @@ def launch_small_gemm(
 ) -> None:
     """See ``small_gemm``. ``plan`` stands in for the tuned one, for measuring."""
     (n, k), count = weight.shape, x.shape[0]
-    rows = max(LEAST_ROWS, min(MOST_ROWS, power_of_two(count)))
+    rows = max(LEAST_ROWS, min(MOST_ROWS if plan is None else plan.most_rows, power_of_two(count)))
     plan = plan or plan_of(weight, epilogue, rows, starts_early(is_streaming=True))
     is_silu = epilogue == "silu_mul"
     outs = plan.block_out // 2 if is_silu else plan.block_out

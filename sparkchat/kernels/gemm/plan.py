@@ -36,6 +36,8 @@ class Plan:
     """8 bit weights become bfloat16 by integer instructions, not by the card's conversion."""
     is_bulk: bool = False
     """Weights come by the bulk copy engine, not by loads of every thread."""
+    most_rows: int = 64
+    """Of a tile, a power of two."""
 
 
 def plan_of(weight: Tensor, epilogue: str, rows: int = 16, overlaps: bool = False) -> Plan:
