@@ -12,8 +12,10 @@ from textual.app import App, ComposeResult, SuspendNotSupported, SystemCommand
 from textual.binding import Binding, BindingType
 from textual.containers import Container
 from textual.filter import NoColor
+from textual.geometry import Offset
 from textual.message import Message
 from textual.screen import Screen
+from textual.widget import Widget
 
 from sparkchat.client import EngineClient
 from sparkchat.config import RunConfig
@@ -38,7 +40,15 @@ from sparkchat.ui.screens.compare import CompareScreen
 from sparkchat.ui.screens.help import HelpScreen
 from sparkchat.ui.screens.inspector import InspectorScreen
 from sparkchat.ui.terminal import TerminalGuard
-from sparkchat.ui.token_detail import TokenSpan, find_step, step_index, token_at, token_line, walked
+from sparkchat.ui.token_detail import (
+    NOT_AT_HAND,
+    TokenSpan,
+    find_step,
+    step_index,
+    token_at,
+    token_line,
+    walked,
+)
 from sparkchat.ui.trace_sink import TraceSink
 from sparkchat.ui.widgets.bars import Badge, PartsBar
 from sparkchat.ui.widgets.prompt import Prompt
@@ -56,6 +66,12 @@ class ChatScreen(Screen[None]):
     """Covered by its widgets; drawing it anew below them at every update would cost more than they do."""
 
     BLANK = True
+
+    def get_widget_and_offset_at(self, x: int, y: int) -> tuple[Widget | None, Offset | None]:
+        widget, offset = super().get_widget_and_offset_at(x, y)
+        if isinstance(widget, Transcript):
+            offset = widget.text_offset_at(x - widget.region.x, y - widget.region.y)
+        return widget, offset
 
 
 class Body(Container):
@@ -289,7 +305,10 @@ class SparkApp(App[int]):
         token = self._token
         steps = self.chat.steps_of(token.section.turn_id if token is not None else self.chat.newest_id)
         index = step_index(steps, token.step) if token is not None else None
-        self.push_screen(InspectorScreen(self.glyphs, steps, index))
+        notice = None
+        if token is not None and token.step is not None and index is None:
+            index, notice = 0, f"step {token.step + 1}, which made the chosen token, {NOT_AT_HAND}"
+        self.push_screen(InspectorScreen(self.glyphs, steps, index, notice))
 
     def action_compare(self) -> None:
         self.chat.send("/compare")
@@ -411,10 +430,9 @@ class SparkApp(App[int]):
         self.chat.refresh_bars()
 
 
-YOUNG_OBJECTS = 20_000
-"""About fifteen updates of a busy screen. The library's drawn lines hold cycles, so only the collector frees them; at
-its usual 700 they are moved to the old ones before they die, and the old ones take a tenth of a second to look through.
-"""
+YOUNG_OBJECTS = 4000
+"""Drawing leaves nothing to the collector, a key some forty objects. More than an update holds at once: at the usual
+700 what it is about to let go of would be moved to the old ones first."""
 
 
 def _set_aside_what_stays() -> None:

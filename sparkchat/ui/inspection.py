@@ -8,26 +8,38 @@ from typing import Any
 from sparkchat.ui.glyphs import Glyphs
 from sparkchat.ui.safe_text import fit, one_line
 from sparkchat.ui.stats import Snapshot, StepMark, number
-from sparkchat.ui.step_log import StepRecord
+from sparkchat.ui.step_log import StepRecord, first_number
 from sparkchat.ui.step_view import Row, position_mark, step_rows, strip_rows
+from sparkchat.ui.wrap import wrap
 
 KEYS = "left/right: one step  page up/down: ten  home/end: first, last  up/down: scroll  esc: close"
 
 
 def inspection_rows(
-    records: Sequence[StepRecord], index: int, width: int, height: int, glyphs: Glyphs, offset: int = 0
+    records: Sequence[StepRecord],
+    index: int,
+    width: int,
+    height: int,
+    glyphs: Glyphs,
+    offset: int = 0,
+    notice: str | None = None,
 ) -> list[Row]:
     """Step ``index``: its picture, a table of its positions, its times, and where it lies among the others.
 
-    Where that does not fit, ``offset`` rows are scrolled away.
+    Where that does not fit, ``offset`` rows are scrolled away. ``notice`` is said first.
     """
+    said = _said(notice, width) if notice else []
     if not records:
-        return [[(fit("no step yet: ask something first; esc closes", width, glyphs.ellipsis), "dim")]]
+        empty = "" if notice else "no step yet: ask something first; "
+        return [*said, [(fit(f"{empty}esc closes", width, glyphs.ellipsis), "dim")]]
     record = records[index]
     step = record.step
     snapshot = Snapshot(num_steps=1, step=step, bonus_text=record.bonus_text)
-    head = f"{index + 1} of {len(records)} steps, {step.get('prefix_len', '-')} tokens before it"
-    rows: list[Row] = [[(fit(head, width, glyphs.ellipsis), "title")]]
+    dropped = first_number(records)
+    head = f"{dropped + index + 1} of {dropped + len(records)} steps, {step.get('prefix_len', '-')} tokens before it"
+    rows = [*said, [(fit(head, width, glyphs.ellipsis), "title")]]
+    if dropped:
+        rows.append([(fit(f"the first {dropped} steps are not at hand any more", width, glyphs.ellipsis), "dim")])
     rows += step_rows(snapshot, width, len(step.get("draft_ids") or ()) + 6, glyphs)
     rows += [[], *_position_rows(step, width, glyphs), []]
     rows += [[(fit(one_line(line), width, glyphs.ellipsis), "text")] for line in _fact_lines(record)]
@@ -36,6 +48,11 @@ def inspection_rows(
     offset = max(0, min(offset, len(rows) - room))
     rows = rows[offset : offset + room]
     return [*rows, [(fit(KEYS, width, glyphs.ellipsis), "dim")]]
+
+
+def _said(notice: str, width: int) -> list[Row]:
+    starts = wrap(notice, max(width, 2), words=True)
+    return [[(notice[start:end], "warning")] for start, end in zip(starts, [*starts[1:], None], strict=True)]
 
 
 def _position_rows(step: dict[str, Any], width: int, glyphs: Glyphs) -> list[Row]:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from bisect import bisect_right
 
-CHUNK = 8192
-"""Characters of a part before the next one begins."""
+CHUNK = 448
+"""Characters of a part before the next one begins. Python keeps strings of up to 463 in pools of its own; longer ones
+that grow in a list leave holes in the heap, as much as the text itself."""
 
 
 class LongText:

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+from array import array
+from collections import Counter
 from typing import Any
 
 Event = dict[str, Any]
 
 
 class PartialAnswer:
-    """Collects the events of one request."""
+    """Collects the events of one request; of steps only counts are kept, however many there are."""
 
     def __init__(self, info: dict[str, Any]) -> None:
         self._info = info
         self._start: Event = {}
         self._texts: dict[str, list[str]] = {"answer": [], "thinking": []}
-        self._token_ids: list[int] = []
-        self._steps: list[Event] = []
+        self._token_ids = array("q")
+        self._proposed: Counter[int] = Counter()
+        self._verified: Counter[int] = Counter()
+        self._accepted: Counter[int] = Counter()
+        """Number of drafts -> steps that proposed, verified, accepted so many."""
+        self._num_committed = 0
+        self._rate: float | None = None
 
     @property
     def thinking(self) -> str:
@@ -27,9 +34,13 @@ class PartialAnswer:
             self._start = event
         elif kind == "delta":
             self._texts.setdefault(event.get("channel", "answer"), []).append(event.get("text", ""))
-            self._token_ids += event.get("token_ids") or []
+            self._token_ids.extend(event.get("token_ids") or ())
         elif kind == "step":
-            self._steps.append(event)
+            self._proposed[len(event.get("draft_ids") or ())] += 1
+            self._verified[event.get("verify_len") or 0] += 1
+            self._accepted[event.get("correct_drafts") or 0] += 1
+            self._num_committed += len(event.get("committed_ids") or ())
+            self._rate = event.get("tokens_per_second")
 
     def result(self, finish_reason: str, error: str | None = None) -> dict[str, Any]:
         """``sparkchat.result/1``; what was not measured is null."""
@@ -55,26 +66,31 @@ class PartialAnswer:
                 "load_ms": self._info.get("load_ms"),
                 "ttft_ms": None,
                 "decode_ms": None,
-                "tokens_per_second": self._steps[-1].get("tokens_per_second") if self._steps else None,
+                "tokens_per_second": self._rate,
             },
         }
 
     def _speculation(self) -> dict[str, Any]:
         size = self._start.get("block_size") or self._info.get("block_size") or 0
-        proposed = [len(step.get("draft_ids") or ()) for step in self._steps]
-        verified = [step.get("verify_len") or 0 for step in self._steps]
-        accepted = [step.get("correct_drafts") or 0 for step in self._steps]
-        committed = sum(len(step.get("committed_ids") or ()) for step in self._steps)
+        num_steps = self._accepted.total()
         return {
-            "num_steps": len(self._steps),
-            "num_proposed_draft_tokens": sum(proposed),
-            "num_verified_draft_tokens": sum(verified),
-            "num_accepted_draft_tokens": sum(accepted),
-            "mean_acceptance_length": committed / len(self._steps) if self._steps else None,
-            "acceptance_histogram": [accepted.count(n) for n in range(size + 1)],
-            "proposed_at_pos": [sum(n > k for n in proposed) for k in range(size)],
-            "verified_at_pos": [sum(n > k for n in verified) for k in range(size)],
-            "accepted_at_pos": [sum(n > k for n in accepted) for k in range(size)],
-            "verify_len_histogram": [verified.count(n) for n in range(size + 1)],
+            "num_steps": num_steps,
+            "num_proposed_draft_tokens": _sum(self._proposed),
+            "num_verified_draft_tokens": _sum(self._verified),
+            "num_accepted_draft_tokens": _sum(self._accepted),
+            "mean_acceptance_length": self._num_committed / num_steps if num_steps else None,
+            "acceptance_histogram": [self._accepted[n] for n in range(size + 1)],
+            "proposed_at_pos": _by_position(self._proposed, size),
+            "verified_at_pos": _by_position(self._verified, size),
+            "accepted_at_pos": _by_position(self._accepted, size),
+            "verify_len_histogram": [self._verified[n] for n in range(size + 1)],
             "reason_off": self._info.get("reason_off"),
         }
+
+
+def _sum(counts: Counter[int]) -> int:
+    return sum(n * steps for n, steps in counts.items())
+
+
+def _by_position(counts: Counter[int], size: int) -> list[int]:
+    return [sum(steps for n, steps in counts.items() if n > place) for place in range(size)]

@@ -1,13 +1,17 @@
-"""The newest steps of the session, kept small: a step is a few kilobytes as objects, and one as bytes."""
+"""The newest steps of the session, kept small: a step is five kilobytes as objects, one as text, a quarter packed."""
 
 from __future__ import annotations
 
 import json
+import zlib
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple, overload
 
-MOST_STEPS = 5000
+BLOCK = 64
+"""Steps that are packed together: alone, they would share no field names with their neighbours."""
+MOST_STEPS = 128 * BLOCK
 """Steps that can be looked at; the trace has them all."""
 
 
@@ -18,38 +22,62 @@ class StepRecord(NamedTuple):
     bonus_text: str | None
 
 
-class _Kept(NamedTuple):
-    request_id: str
-    data: bytes
-    bonus_text: str | None
-
-
 class StepLog:
-    """Holds the last :data:`MOST_STEPS` steps, of whichever answers they were."""
+    """Holds the last :data:`MOST_STEPS` steps and up to a block more, of whichever answers they were."""
 
     def __init__(self, most: int = MOST_STEPS) -> None:
-        self._kept: deque[_Kept] = deque(maxlen=most)
-
-    def add(self, step: dict[str, Any], bonus_text: str | None) -> None:
-        data = json.dumps(step, ensure_ascii=False, separators=(",", ":"))
-        self._kept.append(_Kept(step["id"], data.encode("utf-8", "surrogatepass"), bonus_text))
+        self._most = most
+        self.clear()
 
     def clear(self) -> None:
-        self._kept.clear()
+        self._packed: deque[bytes] = deque()
+        self._newest: list[str] = []
+        self._first = 0
+        """The oldest step at hand; steps are numbered through the whole session."""
+        self._spans: list[tuple[str, int]] = []
+        """(request, number of its first step) wherever the request is another than before."""
+
+    def add(self, step: dict[str, Any], bonus_text: str | None) -> None:
+        if not self._spans or self._spans[-1][0] != step["id"]:
+            self._spans.append((step["id"], self._end))
+        self._newest.append(json.dumps((step, bonus_text), separators=(",", ":")))
+        if len(self._newest) == BLOCK:
+            self._packed.append(zlib.compress("\n".join(self._newest).encode()))
+            self._newest = []
+        if self._end - self._first >= self._most + BLOCK:
+            self._packed.popleft()
+            self._first += BLOCK
+            while len(self._spans) > 1 and self._spans[1][1] <= self._first:
+                del self._spans[0]
+
+    @property
+    def _end(self) -> int:
+        return self._first + len(self._packed) * BLOCK + len(self._newest)
 
     def of(self, request_id: str | None) -> Steps:
         """The steps of one answer that are still at hand, in order."""
-        return Steps([each for each in self._kept if each.request_id == request_id])
+        ends = [*(begin for _, begin in self._spans[1:]), self._end]
+        spans = [
+            range(max(begin, self._first), end)
+            for (name, begin), end in zip(self._spans, ends, strict=False)
+            if name == request_id
+        ]
+        return Steps((*self._packed, tuple(self._newest)), self._first, spans)
 
 
 class Steps(Sequence[StepRecord]):
     """Steps that become objects when they are looked at."""
 
-    def __init__(self, kept: Sequence[_Kept]) -> None:
-        self._kept = kept
+    def __init__(self, blocks: Sequence[bytes | tuple[str, ...]], first: int, spans: Sequence[range]) -> None:
+        self._blocks = blocks
+        self._first = first
+        self._spans = spans
+        self._begins = [sum(map(len, spans[:number])) for number in range(len(spans))]
+        self._open: tuple[int, Sequence[str]] = (-1, ())
+        """The block that was looked at last, unpacked."""
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return sum(map(len, self._spans))
 
     @overload
     def __getitem__(self, index: int) -> StepRecord: ...
@@ -58,10 +86,22 @@ class Steps(Sequence[StepRecord]):
     def __getitem__(self, index: slice) -> list[StepRecord]: ...
 
     def __getitem__(self, index: int | slice) -> StepRecord | list[StepRecord]:
-        if isinstance(index, slice):
-            return [_record(each) for each in self._kept[index]]
-        return _record(self._kept[index])
+        places = range(len(self))[index]
+        return self._record(places) if isinstance(places, int) else [self._record(place) for place in places]
+
+    def _record(self, place: int) -> StepRecord:
+        span = bisect_right(self._begins, place) - 1
+        block, line = divmod(self._spans[span][place - self._begins[span]] - self._first, BLOCK)
+        if self._open[0] != block:
+            self._open = block, _lines(self._blocks[block])
+        return StepRecord(*json.loads(self._open[1][line]))
 
 
-def _record(kept: _Kept) -> StepRecord:
-    return StepRecord(json.loads(kept.data.decode("utf-8", "surrogatepass")), kept.bonus_text)
+def first_number(records: Sequence[StepRecord]) -> int:
+    """The number within its answer of the first of these steps, from 0: so many before it are not at hand any more."""
+    number = records[0].step.get("i") if records else None
+    return number if isinstance(number, int) else 0
+
+
+def _lines(block: bytes | tuple[str, ...]) -> Sequence[str]:
+    return block if isinstance(block, tuple) else zlib.decompress(block).decode().split("\n")

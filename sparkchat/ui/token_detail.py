@@ -9,7 +9,9 @@ from typing import Any
 from sparkchat.ui.document import Section
 from sparkchat.ui.origins import OriginRun
 from sparkchat.ui.stats import number
-from sparkchat.ui.step_log import StepRecord
+from sparkchat.ui.step_log import MOST_STEPS, StepRecord, first_number
+
+NOT_AT_HAND = f"is not at hand any more: the last {MOST_STEPS} steps are, and a trace has them all"
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ def step_index(steps: Sequence[StepRecord], step: int | None) -> int | None:
     """Where the step of that number is; the steps of an answer are numbered without gaps."""
     if step is None or not steps:
         return None
-    index = step - int(steps[0].step.get("i") or 0)
+    index = step - first_number(steps)
     return index if 0 <= index < len(steps) and steps[index].step.get("i") == step else None
 
 
@@ -86,7 +88,7 @@ def token_line(span: TokenSpan, record: StepRecord | None) -> str:
         return f"{text} from the prompt pass, before any draft"
     where = f"step {span.step + 1}"
     if record is None:
-        return f"{text} {span.origin}, {where} (its record is not at hand any more; a trace has it)"
+        return f"{text} {span.origin}, {where}, which {NOT_AT_HAND}"
     step = record.step
     if span.origin == "corrected":
         return f"{text} {_correction(step)}, {where}"

@@ -22,18 +22,20 @@ MOST_ROWS = 60
 class InspectorPanel(StepPanel):
     """Draws one recorded step."""
 
-    def __init__(self, glyphs: Glyphs, records: Sequence[StepRecord], index: int | None) -> None:
+    def __init__(self, glyphs: Glyphs, records: Sequence[StepRecord], index: int | None, notice: str | None) -> None:
         super().__init__(glyphs, id="inspector")
+        self._notice = notice
         self._records = records
         self._offset = 0
         self.index = max(len(records) - 1, 0) if index is None else index
 
     def move(self, by: int) -> None:
         self.index = min(max(self.index + by, 0), max(len(self._records) - 1, 0))
+        self._notice = None
         self.redraw()
 
     def build(self, width: int, height: int) -> list[Row]:
-        return inspection_rows(self._records, self.index, width, height, self._glyphs, self._offset)
+        return inspection_rows(self._records, self.index, width, height, self._glyphs, self._offset, self._notice)
 
     def scroll_by(self, rows: int) -> None:
         self._offset = max(0, min(self._offset + rows, MOST_ROWS))
@@ -53,11 +55,12 @@ class InspectorScreen(ModalScreen[None]):
         Binding("end", "move(1000000)", "last step"),
     ]
 
-    """``index`` is the step to begin with, the newest when it is None."""
-
-    def __init__(self, glyphs: Glyphs, records: Sequence[StepRecord], index: int | None = None) -> None:
+    def __init__(
+        self, glyphs: Glyphs, records: Sequence[StepRecord], index: int | None = None, notice: str | None = None
+    ) -> None:
+        """``index`` is the step to begin with, the newest when it is None; ``notice`` is said until one moves on."""
         super().__init__()
-        self._panel = InspectorPanel(glyphs, records, index)
+        self._panel = InspectorPanel(glyphs, records, index, notice)
 
     def compose(self) -> ComposeResult:
         yield self._panel

@@ -37,9 +37,6 @@ class WholeStrip(Strip):
             self._filter_cache[key] = found
         return found
 
-    def apply_offsets(self, x: int, y: int) -> Strip:
-        return WholeStrip(super().apply_offsets(x, y), self._cell_length)
-
 
 _BAR_BACK, _BAR = TerminalColor.parse("#555555"), TerminalColor.parse("bright_magenta")
 

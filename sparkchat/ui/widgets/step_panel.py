@@ -15,6 +15,7 @@ class StepPanel(RowsWidget):
     COMPONENT_CLASSES: ClassVar[set[str]] = {
         "rows--title",
         "rows--strong",
+        "rows--warning",
         "rows--dim",
         "rows--bar",
         "rows--tick",

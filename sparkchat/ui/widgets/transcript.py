@@ -10,7 +10,7 @@ from rich.segment import Segment
 from rich.style import Style
 from textual import events
 from textual.cache import LRUCache
-from textual.geometry import Region, Size
+from textual.geometry import Offset, Region, Size
 from textual.message import Message
 from textual.scroll_view import ScrollView
 from textual.scrollbar import ScrollBar
@@ -78,7 +78,7 @@ class Transcript(ScrollView, can_focus=False):
         self._base: Style | None = None
         self._wrap_width = 78
         # Only what is in view: strips are heavy, and one kept for every row ever shown makes long chats slow.
-        self._drawn: LRUCache[tuple[Section, int, int, int, int, int], Strip] = LRUCache(128)
+        self._drawn: LRUCache[tuple[Section, int, int, int, int], Strip] = LRUCache(128)
 
     # Content
 
@@ -227,6 +227,15 @@ class Transcript(ScrollView, can_focus=False):
         code = line.section.code_at(line)
         self.post_message(self.Clicked(line.section, offset, code))
 
+    def text_offset_at(self, x: int, y: int) -> Offset | None:
+        """(character of the row, row of the conversation) at a cell of the widget; None where there is no text.
+
+        The library's way is to write this into the style of every piece of every row, so that each is a style of its
+        own, of which its caches keep sixteen thousand.
+        """
+        row = self.row_at(y + self.scroll_offset.y)
+        return None if row is None else Offset(self._column(*row, x), y + self.scroll_offset.y)
+
     @staticmethod
     def _column(line: Line, number: int, cell: int) -> int:
         """The character of a row that lies at a cell."""
@@ -274,13 +283,13 @@ class Transcript(ScrollView, can_focus=False):
         index, inside = section.place(inside)
         selected = self.text_selection.get_span(row) if self.text_selection is not None else None
         if selected is not None:
-            return self._draw(section.line(index), inside, width, selected).apply_offsets(0, row)
-        key = (section, index, inside, section.version_of(index), width, row)
+            return self._draw(section.line(index), inside, width, selected)
+        key = (section, index, inside, section.version_of(index), width)
         strip = self._drawn.get(key)
         if strip is None:
             line = section.line(index)
-            strip = self._draw(line, inside, width, None).apply_offsets(0, row)
-            self._drawn[(section, index, inside, line.version, width, row)] = strip
+            strip = self._draw(line, inside, width, None)
+            self._drawn[(section, index, inside, line.version, width)] = strip
         return strip
 
     def _draw(self, line: Line, number: int, width: int, selected: tuple[int, int] | None) -> Strip:
