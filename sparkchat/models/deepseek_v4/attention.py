@@ -16,10 +16,11 @@ from sparkchat.kernels.latent_attention import latent_attention, write_latents
 from sparkchat.models.deepseek_v4.compressor import Compressor
 from sparkchat.models.deepseek_v4.config import SPARSE_RATIO, WINDOW_ONLY, DeepseekV4Config
 from sparkchat.models.deepseek_v4.indexer import Indexer
-from sparkchat.models.deepseek_v4.pooling import PoolProducts
+from sparkchat.models.deepseek_v4.pooling import Pooled
 from sparkchat.models.deepseek_v4.rope import Rotations
 from sparkchat.models.deepseek_v4.rounding import LATENT_BLOCK, round_e4m3
 from sparkchat.models.deepseek_v4.row_pass import RowPass
+from sparkchat.models.deepseek_v4.row_products import RowProducts
 from sparkchat.models.deepseek_v4.scope import Scope
 from sparkchat.models.deepseek_v4.sight import Sight
 from sparkchat.models.deepseek_v4.tile_products import TileProducts, in_parts
@@ -46,7 +47,8 @@ class LatentAttention:
         self._output = scope.linear("wo_b", has_fp8_input=True)
         self._sinks = scope.tensor("attn_sink")
         """[H]"""
-        self._compressor = self._indexer = self._pooling = None
+        self._compressor = self._indexer = None
+        self._products: RowProducts | None = None
         if ratio != WINDOW_ONLY:
             self._compressor = Compressor(scope.within("compressor"), config, ratio, config.head_dim)
         if ratio == SPARSE_RATIO:
@@ -64,7 +66,7 @@ class LatentAttention:
         where, rope = (rows.positions, rows.rows), room.ropes[ratio]
         cache, shape = rows.store(ratio).latents.data[rows.index_of(layer)], room.shapes[ratio]
         low_rank = torch.empty((x.shape[0], self._low_rank_norm.weight.shape[0]), dtype=self._dtype, device=x.device)
-        ranks, latents = (self._to_low_rank(x), self._latents(x)) if self._tiles is None else self._tiles.project(x)
+        ranks, latents, pooled = self._joined().of_input(x)
         write_latents(
             latents,
             self._latent_norm.weight,
@@ -76,10 +78,12 @@ class LatentAttention:
             low_rank_norm=self._low_rank_norm.weight,
             out=low_rank,
         )
-        chosen = self._compress_rows(x, low_rank, layer, rows)
+        has_choice = room.scores is not None and self._indexer is not None
+        queries, index_queries = self._joined().of_low_ranks(low_rank, has_choice)
+        chosen = None if pooled is None else self._compress_rows(pooled, index_queries, layer, rows)
         heads = torch.empty((x.shape[0], self._sinks.shape[0], self._size), dtype=self._dtype, device=x.device)
         latent_attention(
-            self._queries(low_rank),
+            queries,
             cache,
             rows.rows,
             rows.positions,
@@ -96,15 +100,13 @@ class LatentAttention:
         inner = self._inner(heads) if self._tiles is None else self._tiles.to_groups(heads)
         return in_parts(self._output, inner) if may_be_parts else self._output(inner)
 
-    def _compress_rows(self, x: Tensor, low_rank: Tensor, layer: int, rows: RowPass) -> Tensor | None:
+    def _compress_rows(
+        self, products: Pooled, index_queries: Tensor | None, layer: int, rows: RowPass
+    ) -> Tensor | None:
         """Keep the rows' state, write entries that close, and choose among them: [N, k] where there may be more."""
-        if self._compressor is None:
-            return None
+        assert self._compressor is not None
         store, index, room = rows.store(self._ratio), rows.index_of(layer), rows.room
         assert store.raw is not None
-        self.join_pools()
-        assert self._pooling is not None
-        products = self._pooling(x)
         kind: dict[str, Any] = {"has_roundings": self._has_roundings}
         entries = store.latents.data[index]
         pools = [self._compressor.pool(*products.main, store.raw.data[index], entries, store.first_entry, **kind)]
@@ -117,11 +119,11 @@ class LatentAttention:
         rope = room.ropes[self._ratio]
         shape = PoolShape(self._ratio, self._indexer is not None, room.shapes[self._ratio].rope_dim, self._eps)
         compress_rows(pools, rows.positions, rows.rows, rows.starts, rows.span_starts, rope, shape)
-        if self._indexer is None or room.scores is None or room.chosen is None:
+        if self._indexer is None or index_queries is None:
             return None
-        assert products.weights is not None
+        assert products.weights is not None and room.scores is not None and room.chosen is not None
         choose_entries(
-            self._indexer.projections[0](low_rank),
+            index_queries,
             products.weights,
             keys,
             rows.positions,
@@ -135,12 +137,17 @@ class LatentAttention:
             most_per_request=room.most_per_request,
             rotation=self._indexer.rotation,
         )
-        return room.chosen[: x.shape[0]]
+        return room.chosen[: index_queries.shape[0]]
 
     def join_pools(self) -> None:
-        """Move what the compressors multiply by into one piece of memory, once, before anything is captured."""
-        if self._compressor is not None and self._pooling is None:
-            self._pooling = PoolProducts.of(self._compressor, self._indexer)
+        """Move weights that are multiplied together into one piece of memory, once, before anything is captured."""
+        self._joined()
+
+    def _joined(self) -> RowProducts:
+        if self._products is None:
+            alone = self._to_low_rank, self._latents
+            self._products = RowProducts(self._tiles, alone, self._queries, self._compressor, self._indexer)
+        return self._products
 
     def store_by_kernels(self, x: Tensor, layer: int, rows: RowPass) -> None:
         """Keep the latents of x [N, d] alone, as a drafter does for the features of its context."""

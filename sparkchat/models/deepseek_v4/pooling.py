@@ -23,7 +23,7 @@ class Pooled:
     """Values and scores of a layer's compressors, and the weights of its index heads."""
 
     main: tuple[Tensor, Tensor]
-    """[N, w] float32 each, laid out alike"""
+    """[N, w] float32 each, or parts of them [P, N, w] to be added in order, laid out alike"""
     index: tuple[Tensor, Tensor] | None
     weights: Tensor | None
     """[N, heads]"""
@@ -35,8 +35,19 @@ class PoolProducts:
     def __init__(self, projections: Sequence[Linear], joined: Tensor | None) -> None:
         """``projections`` in the order of ``Pooled``; ``joined`` [all outputs, d]: their weights in one piece, or None
         where each is multiplied by itself."""
-        self._projections, self._joined = list(projections), joined
+        self._projections, self.joined = list(projections), joined
         self._sizes = [] if joined is None else [_weight_of(linear).shape[0] for linear in self._projections]
+
+    @property
+    def whole_from(self) -> int | None:
+        """The first output of ``joined`` that no kernel takes in parts: those of the index heads' weights."""
+        return sum(self._sizes[:4]) if len(self._sizes) > 4 else None
+
+    def cut(self, parts: Tensor, whole: Tensor) -> Pooled:
+        """parts [P, N, all outputs] float32 of the product with ``joined``; whole [N, ...] those from ``whole_from``
+        on, added up."""
+        cut = parts.split(self._sizes, dim=-1)
+        return Pooled((cut[0], cut[1]), (cut[2], cut[3]) if len(cut) > 2 else None, whole if len(cut) > 2 else None)
 
     @classmethod
     def of(cls, compressor: Compressor, indexer: Indexer | None) -> PoolProducts:
@@ -56,9 +67,9 @@ class PoolProducts:
 
     def __call__(self, x: Tensor) -> Pooled:
         """x [N, d]"""
-        if self._joined is not None and x.shape[0] <= MOST_ROWS and x.dtype == self._joined.dtype:
-            out = torch.empty((x.shape[0], self._joined.shape[0]), device=x.device)
-            small_gemm(x, self._joined, out)
+        if self.joined is not None and x.shape[0] <= MOST_ROWS and x.dtype == self.joined.dtype:
+            out = torch.empty((x.shape[0], self.joined.shape[0]), device=x.device)
+            small_gemm(x, self.joined, out)
             parts = list(out.split(self._sizes, dim=1))
         else:
             parts = [linear(x.to(linear.dtype)) for linear in self._projections]
