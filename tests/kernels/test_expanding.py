@@ -19,7 +19,7 @@ from sparkchat.kernels.tiles.packing import (
     unpack_fp4_scales,
     unpack_fp8,
 )
-from sparkchat.kernels.tiles.product import EXPAND_FP4, EXPAND_FP8
+from sparkchat.kernels.tiles.product import EXPAND_FP4, EXPAND_FP4_TIMES, EXPAND_FP8
 from sparkchat.models.deepseek_v4.formats import unpack_fp4 as values_of
 
 WORD = 0xFFFFFFFF
@@ -45,8 +45,8 @@ def run(text: str, given: dict[str, int]) -> dict[str, int]:
         elif operation == "shr.u32":
             result = a >> more[0]
         elif operation == "lop3.b32":
-            assert more[2] == 0xEA  # (a and b) or c
-            result = a & more[0] | more[1]
+            assert more[2] in (0xEA, 0xE4)  # (a and b) or c; from a where c, from b elsewhere
+            result = a & more[0] | more[1] if more[2] == 0xEA else a & more[1] | more[0] & ~more[1]
         elif operation == "mul.rn.bf16x2":
             pair = torch.tensor([[x & 0xFFFF, x >> 16] for x in (a, more[0])], dtype=torch.int32).to(torch.uint16)
             product = (pair[0].view(torch.bfloat16).float() * pair[1].view(torch.bfloat16).float()).to(torch.bfloat16)
@@ -77,8 +77,11 @@ def test_fp4_codes_and_scales_give_their_numbers(scale: int) -> None:
     for row in range(16):
         for lane in range(2):
             word = int(tiles[row % 8, lane, row // 8, 0]) & WORD
-            after = run(EXPAND_FP4, {"$4": word, "$5": scale * 0x00800080 + 0x3F003F00})
+            after = run(EXPAND_FP4_TIMES, {"$4": word, "$5": scale * 0x00800080 + 0x3F003F00})
             assert numbers(after, 4) == want[row, 8 * lane : 8 * lane + 8].tolist()
+            # Without the factor, 2^126 too small.
+            raw = torch.tensor(numbers(run(EXPAND_FP4, {"$4": word}), 4), dtype=torch.float64)
+            assert torch.equal(raw * 2.0 ** (scale - 1), want[row, 8 * lane : 8 * lane + 8].double())
 
 
 def test_fp8_codes_give_their_numbers() -> None:

@@ -160,7 +160,7 @@ def test_steps_that_do_not_divide_among_the_warps(device: torch.device) -> None:
     routing = routing_of([[0, 1], [0, 1]], 2, device)
     got, want = (ExpertBuffers.empty(2, 2, weights, x.dtype) for _ in range(2))
     with first_programs(1, device):
-        launch_gate_up(x, weights, routing, got.inner, LIMIT, False, ExpertPlan(2, 2))
+        launch_gate_up(x, weights, routing, got.inner, LIMIT, False, ExpertPlan(2, 1, 2, 2))
     run_experts_reference(x, weights, routing, want.inner, want.parts, LIMIT, False)
     torch.testing.assert_close(got.inner[:, :16], want.inner[:, :16], atol=2e-2, rtol=5e-3)
 

@@ -1,9 +1,12 @@
 """Two launches for all experts of a layer: gate, up and their product; then down.
 
-A program takes two tiles of 16 outputs of one expert and up to ROWS of the rows that go to it; the programs in front
-are those of the expert that every row goes to. Programs behind the last item of the routing end at once, so that the
-grid is that of the worst case and no number is read by the host. Every choice of a row has a place of its own in what
-is written, so nothing is added in memory and nothing depends on who comes first.
+A program takes a few pairs of tiles of 16 outputs of one expert and up to ROWS of the rows that go to it; the programs
+in front are those of the expert that every row goes to. Programs behind the last item of the routing end at once, so
+that the grid is that of the worst case and no number is read by the host. Every choice of a row has a place of its own
+in what is written, so nothing is added in memory and nothing depends on who comes first.
+
+A program's way to its first codes is one load long: which expert it is; everything else about its rows is asked for
+meanwhile. What it can be called to do besides is to bring codes into L2 that will be wanted soon.
 """
 
 from __future__ import annotations
@@ -17,18 +20,30 @@ from sparkchat.kernels.experts.weights import TiledExperts
 from sparkchat.kernels.gate.routing import Routing
 from sparkchat.kernels.launch import launch, power_of_two, wait
 from sparkchat.kernels.tiles.packing import OUTS, STEP
-from sparkchat.kernels.tiles.product import call_ahead, fp4_pair, fp8_pair
+from sparkchat.kernels.tiles.product import call_ahead, call_bytes, fp4_pairs, fp8_pairs
 
 
 @triton.jit
-def _chosen_rows(item, items_ptr, counts_ptr, lists_ptr, list_size, at):
-    """(expert, which of its rows the item takes, are there such, which choices these are)"""
-    word = tl.load(items_ptr + item)
-    expert, first = word & 0xFFFF, word >> 16
+def _chosen_rows(expert, first, counts_ptr, lists_ptr, list_size, at):
+    """(are there such rows of the item, which choices these are)"""
     place = first + at
     is_row = place < tl.load(counts_ptr + 1 + expert)
     choice = tl.load(lists_ptr + expert.to(tl.int64) * list_size + place, mask=is_row, other=0)
-    return expert, is_row, choice
+    return is_row, choice
+
+
+@triton.jit
+def _call_item(
+    part, item, shared_items, items_ptr, codes_ptr, shared_codes, CODES: tl.constexpr, PARTS: tl.constexpr,
+    WARPS: tl.constexpr,
+):  # fmt: skip
+    """Call a part of PARTS of an item's codes into L2: CODES bytes of an expert, twice as many of the shared one."""
+    if item < shared_items:
+        call_bytes(shared_codes + part.to(tl.int64) * (2 * CODES // PARTS), 2 * CODES // PARTS, WARPS)
+    else:
+        expert = tl.load(items_ptr + item - shared_items) & 0xFFFF
+        begin = expert.to(tl.int64) * CODES + part * (CODES // PARTS)
+        call_bytes(codes_ptr + begin, CODES // PARTS, WARPS)
 
 
 @triton.jit
@@ -39,81 +54,103 @@ def _activate(gate, up, limit):
     return gate / (1.0 + tl.exp(-gate)) * up
 
 
-@triton.jit(do_not_specialize=["num_rows", "list_size", "shared_items"])
+@triton.jit(do_not_specialize=["num_rows", "list_size", "shared_items", "most_items"])
 def _gate_up(
     x_ptr, codes_ptr, scales_ptr, shared_codes, shared_scales, items_ptr, counts_ptr, lists_ptr, weights_ptr, inner_ptr,
-    num_rows, list_size, shared_items, x_stride, limit,
-    PER_ROW: tl.constexpr, TILES: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr, WARPS: tl.constexpr,
-    STAGES: tl.constexpr, ROUND: tl.constexpr, PDL: tl.constexpr,
+    down_codes, down_shared, num_rows, list_size, shared_items, most_items, x_stride, limit,
+    PER_ROW: tl.constexpr, TILES: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr,
+    SPLIT: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr, SHARED_STAGES: tl.constexpr, LATE: tl.constexpr,
+    CALLS: tl.constexpr, NEXT: tl.constexpr, DOWN_CODES: tl.constexpr, ROUND: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    # A pair of tiles is one of gate and one of up. Row n of warp w lies at w * ROWS + n.
-    tile, item = tl.program_id(0), tl.program_id(1)
-    at, out_at = tl.arange(0, WARPS * ROWS) % ROWS, tl.arange(0, ROWS)
-    if PDL:  # noqa: SIM102 - one is decided when compiling, the other when running
+    # A pair of tiles is one of gate and one of up. Row n of part s lies at s * ROWS + n.
+    tile, item = tl.program_id(0) * PAIRS, tl.program_id(1)
+    at, out_at = tl.arange(0, SPLIT * ROWS) % ROWS, tl.arange(0, ROWS)
+    if PDL or CALLS:  # noqa: SIM102 - one is decided when compiling, the other when running
         # Which experts are hit is not known yet; the shared one always is.
         if item < shared_items:
-            call_ahead(shared_codes + tile.to(tl.int64) * (STEPS * 4096), STEPS, WARPS)
+            call_ahead(shared_codes + tile.to(tl.int64) * (STEPS * 4096), PAIRS * STEPS, WARPS)
     wait(PDL)
-    if item >= shared_items + tl.load(counts_ptr):
+    word = tl.load(items_ptr + tl.minimum(tl.maximum(item - shared_items, 0), most_items - 1))
+    items = shared_items + tl.load(counts_ptr)
+    if item >= items:
         return
     if item < shared_items:
         row, to_row = item * ROWS + at, item * ROWS + out_at
         is_out = to_row < num_rows
-        gate, up = fp8_pair(
+        gate, up = fp8_pairs(
             x_ptr + row.to(tl.int64) * x_stride, row < num_rows, shared_codes + tile.to(tl.int64) * (STEPS * 4096),
-            shared_scales + tile * (STEPS * 2), 0, STEPS, STEPS, ROWS, WARPS, STAGES, ROUND,
+            shared_scales + tile * (STEPS * 2), 0, STEPS, STEPS, ROWS, PAIRS, SPLIT, SHARED_STAGES, ROUND,
         )  # fmt: skip
         value = _activate(gate, up, limit)
         to = num_rows * PER_ROW + to_row
     else:
-        expert, is_row, choice = _chosen_rows(item - shared_items, items_ptr, counts_ptr, lists_ptr, list_size, at)
+        expert, first = word & 0xFFFF, word >> 16
         begin = (expert.to(tl.int64) * TILES + tile) * STEPS
-        gate, up = fp4_pair(
+        if CALLS:
+            call_bytes(codes_ptr + begin * 2048, PAIRS * STEPS * 2048, WARPS)
+        is_row, choice = _chosen_rows(expert, first, counts_ptr, lists_ptr, list_size, at)
+        is_out, to = _chosen_rows(expert, first, counts_ptr, lists_ptr, list_size, out_at)
+        weight = tl.load(weights_ptr + to, mask=is_out, other=0.0)
+        gate, up = fp4_pairs(
             x_ptr + (choice // PER_ROW).to(tl.int64) * x_stride, is_row, codes_ptr + begin * 2048,
-            scales_ptr + begin * 128, STEPS, ROWS, WARPS, STAGES, ROUND,
+            scales_ptr + begin * 128, STEPS, ROWS, PAIRS, SPLIT, STAGES, LATE, ROUND,
         )  # fmt: skip
-        _, is_out, to = _chosen_rows(item - shared_items, items_ptr, counts_ptr, lists_ptr, list_size, out_at)
-        value = _activate(gate, up, limit) * tl.load(weights_ptr + to, mask=is_out, other=0.0)[None, :]
-    out = inner_ptr + to[None, :].to(tl.int64) * (TILES * 16) + (tile * 16 + tl.arange(0, 16))[:, None]
-    tl.store(out, value.to(inner_ptr.dtype.element_ty), mask=is_out[None, :])
+        value = _activate(gate, up, limit) * weight[None, None, :]
+    if NEXT > 0:
+        # What is read last is what the next launch reads first.
+        later = items - 1 - item
+        if later < NEXT:
+            _call_item(
+                tl.program_id(0), later, shared_items, items_ptr, down_codes, down_shared, DOWN_CODES,
+                TILES // PAIRS, WARPS,
+            )  # fmt: skip
+    out_tile = tile + tl.arange(0, PAIRS)[:, None, None]
+    out = inner_ptr + to[None, None, :].to(tl.int64) * (TILES * 16) + out_tile * 16 + tl.arange(0, 16)[None, :, None]
+    tl.store(out, value.to(inner_ptr.dtype.element_ty), mask=is_out[None, None, :])
 
 
-@triton.jit(do_not_specialize=["num_rows", "list_size", "shared_items"])
+@triton.jit(do_not_specialize=["num_rows", "list_size", "shared_items", "most_items"])
 def _down(
     inner_ptr, codes_ptr, scales_ptr, shared_codes, shared_scales, items_ptr, counts_ptr, lists_ptr, parts_ptr,
-    num_rows, list_size, shared_items,
-    PER_ROW: tl.constexpr, PAIRS: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr, WARPS: tl.constexpr,
-    STAGES: tl.constexpr, ROUND: tl.constexpr, PDL: tl.constexpr,
+    num_rows, list_size, shared_items, most_items,
+    PER_ROW: tl.constexpr, TILES: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr,
+    SPLIT: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr, SHARED_STAGES: tl.constexpr, LATE: tl.constexpr,
+    CALLS: tl.constexpr, ROUND: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    pair, item = tl.program_id(0), tl.program_id(1)
-    at, out_at = tl.arange(0, WARPS * ROWS) % ROWS, tl.arange(0, ROWS)
-    if PDL:  # noqa: SIM102
+    tile, item = tl.program_id(0) * PAIRS, tl.program_id(1)
+    at, out_at = tl.arange(0, SPLIT * ROWS) % ROWS, tl.arange(0, ROWS)
+    if PDL or CALLS:  # noqa: SIM102
         if item < shared_items:
-            call_ahead(shared_codes + pair.to(tl.int64) * (STEPS * 4096), STEPS, WARPS)
+            call_ahead(shared_codes + tile.to(tl.int64) * (STEPS * 4096), PAIRS * STEPS, WARPS)
     wait(PDL)
+    word = tl.load(items_ptr + tl.minimum(tl.maximum(item - shared_items, 0), most_items - 1))
     if item >= shared_items + tl.load(counts_ptr):
         return
     if item < shared_items:
         row, to_row = item * ROWS + at, item * ROWS + out_at
         is_out = to_row < num_rows
-        one, two = fp8_pair(
+        one, two = fp8_pairs(
             inner_ptr + (num_rows * PER_ROW + row).to(tl.int64) * (STEPS * 128), row < num_rows,
-            shared_codes + pair.to(tl.int64) * (STEPS * 4096), shared_scales + pair * (STEPS * 2), 0,
-            STEPS, STEPS, ROWS, WARPS, STAGES, ROUND,
+            shared_codes + tile.to(tl.int64) * (STEPS * 4096), shared_scales + tile * (STEPS * 2), 0,
+            STEPS, STEPS, ROWS, PAIRS, SPLIT, SHARED_STAGES, ROUND,
         )  # fmt: skip
         to = PER_ROW * num_rows + to_row
     else:
-        expert, is_row, choice = _chosen_rows(item - shared_items, items_ptr, counts_ptr, lists_ptr, list_size, at)
-        begin = (expert.to(tl.int64) * PAIRS + pair) * STEPS
-        one, two = fp4_pair(
+        expert, first = word & 0xFFFF, word >> 16
+        begin = (expert.to(tl.int64) * TILES + tile) * STEPS
+        if CALLS:
+            call_bytes(codes_ptr + begin * 2048, PAIRS * STEPS * 2048, WARPS)
+        is_row, choice = _chosen_rows(expert, first, counts_ptr, lists_ptr, list_size, at)
+        is_out, out_choice = _chosen_rows(expert, first, counts_ptr, lists_ptr, list_size, out_at)
+        to = out_choice % PER_ROW * num_rows + out_choice // PER_ROW
+        one, two = fp4_pairs(
             inner_ptr + choice.to(tl.int64) * (STEPS * 128), is_row, codes_ptr + begin * 2048, scales_ptr + begin * 128,
-            STEPS, ROWS, WARPS, STAGES, ROUND,
+            STEPS, ROWS, PAIRS, SPLIT, STAGES, LATE, ROUND,
         )  # fmt: skip
-        _, is_out, choice = _chosen_rows(item - shared_items, items_ptr, counts_ptr, lists_ptr, list_size, out_at)
-        to = choice % PER_ROW * num_rows + choice // PER_ROW
-    out = parts_ptr + to[None, :].to(tl.int64) * (PAIRS * 32) + (pair * 32 + tl.arange(0, 16))[:, None]
-    tl.store(out, one, mask=is_out[None, :])
-    tl.store(out + 16, two, mask=is_out[None, :])
+    out_tile = tile + tl.arange(0, PAIRS)[:, None, None]
+    out = parts_ptr + to[None, None, :].to(tl.int64) * (TILES * 32) + out_tile * 32 + tl.arange(0, 16)[None, :, None]
+    tl.store(out, one, mask=is_out[None, None, :])
+    tl.store(out + 16, two, mask=is_out[None, None, :])
 
 
 @triton.jit
@@ -139,15 +176,19 @@ def launch_gate_up(
 ) -> None:
     """inner [N * k + N, width] = what the down projections multiply: every choice's, then the shared expert's rows."""
     (rows, per_row), experts, (both, size) = routing.weights.shape, weights.count, weights.shared_gate_up.shape
-    plan, tile, tiles = plan or plan_of(size), row_tile(rows), both // (2 * OUTS)
+    plan, tile, tiles = plan or plan_of(both, size), row_tile(rows), both // (2 * OUTS)
     bank, shared, shared_items = weights.gate_up, weights.shared_gate_up, -(-rows // tile)
+    most = most_items(rows, per_row, experts)
     launch(
-        _gate_up, (tiles, shared_items + most_items(rows, per_row, experts)),
+        _gate_up, (tiles // plan.pairs, shared_items + most),
         x, bank.tiles, bank.scales, shared.tiles, shared.scales,
         routing.items, routing.counts, routing.lists, routing.weights, inner,
-        rows, routing.lists.shape[1], shared_items, x.stride(0), limit,
-        PER_ROW=per_row, TILES=tiles, STEPS=size // STEP, ROWS=tile, WARPS=plan.warps, STAGES=plan.stages,
-        ROUND=is_rounded, num_warps=plan.warps, num_stages=plan.stages,
+        weights.down.tiles, weights.shared_down.tiles,
+        rows, routing.lists.shape[1], shared_items, most, x.stride(0), limit,
+        PER_ROW=per_row, TILES=tiles, STEPS=size // STEP, ROWS=tile, PAIRS=plan.pairs, SPLIT=plan.split,
+        WARPS=plan.warps, STAGES=plan.stages, SHARED_STAGES=plan.shared_stages, LATE=plan.is_late, CALLS=plan.calls,
+        NEXT=plan.next_items, DOWN_CODES=both * size // 4, ROUND=is_rounded,
+        num_warps=plan.warps, num_stages=plan.stages,
     )  # fmt: skip
 
 
@@ -161,13 +202,15 @@ def launch_down(
 ) -> None:
     """parts [k + 1, N, d] = every choice's output, experts ascending, then the shared one's."""
     (rows, per_row), experts, (size, width) = routing.weights.shape, weights.count, weights.shared_down.shape
-    plan, tile, pairs = plan or plan_of(width), row_tile(rows), size // (2 * OUTS)
+    plan, tile, tiles = plan or plan_of(size, width), row_tile(rows), size // (2 * OUTS)
     bank, shared, shared_items = weights.down, weights.shared_down, -(-rows // tile)
+    most = most_items(rows, per_row, experts)
     launch(
-        _down, (pairs, shared_items + most_items(rows, per_row, experts)),
+        _down, (tiles // plan.pairs, shared_items + most),
         inner, bank.tiles, bank.scales, shared.tiles, shared.scales,
-        routing.items, routing.counts, routing.lists, parts, rows, routing.lists.shape[1], shared_items,
-        PER_ROW=per_row, PAIRS=pairs, STEPS=width // STEP, ROWS=tile, WARPS=plan.warps, STAGES=plan.stages,
+        routing.items, routing.counts, routing.lists, parts, rows, routing.lists.shape[1], shared_items, most,
+        PER_ROW=per_row, TILES=tiles, STEPS=width // STEP, ROWS=tile, PAIRS=plan.pairs, SPLIT=plan.split,
+        WARPS=plan.warps, STAGES=plan.stages, SHARED_STAGES=plan.shared_stages, LATE=plan.is_late, CALLS=plan.calls,
         ROUND=is_rounded, num_warps=plan.warps, num_stages=plan.stages,
     )  # fmt: skip
 

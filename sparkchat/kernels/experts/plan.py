@@ -1,14 +1,14 @@
 """How the products with a layer's experts are cut and run.
 
-``warps`` decides in what order an output is summed and follows from the weight's shape alone; the rest is speed.
-No plan has been timed yet: benchmarks/kernels.py tries ``TRIED``.
+``split``, ``pairs`` and ``is_late`` decide in what order an output is summed and follow from the weight's shape alone;
+the rest is speed.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sparkchat.kernels.tiles.packing import STEP
+from sparkchat.kernels.tiles.packing import OUTS, STEP
 
 FEW_ROWS, MANY_ROWS = 8, 16
 """Rows of a tile. An expert of more rows takes several, which find its weights in the L2 cache."""
@@ -18,19 +18,36 @@ FEW_ROWS, MANY_ROWS = 8, 16
 class ExpertPlan:
     """Tiles of the products with all experts."""
 
+    split: int
+    """Parts of the inputs that a program sums apart."""
+    pairs: int
+    """Pairs of tiles of 16 outputs of a program; they read the same rows."""
     warps: int
-    """That share the inputs of a program."""
+    """That share the ``split * pairs`` products."""
     stages: int
     """Depth of the pipeline of loads."""
+    shared_stages: int = 2
+    """The same for the expert of all rows, whose codes are twice as long."""
+    is_late: bool = True
+    """Whether factors of blocks are multiplied in after the product with a block, not into its codes."""
+    calls: bool = False
+    """Whether a program calls all its codes into L2 before it looks up its rows."""
+    next_items: int = 0
+    """Gate and up: of how many items the codes of down are called into L2 by the programs that come last."""
+
+    def fits(self, out: int, size: int) -> bool:
+        """Whether a weight [out, size] can be cut so."""
+        steps, pairs = size // STEP, out // (2 * OUTS)
+        return self.split <= steps and self.pairs <= pairs and pairs % self.pairs == 0
 
 
-TRIED = tuple(ExpertPlan(warps, stages) for warps in (2, 4, 8) for stages in (2, 3, 4, 6))
-
-
-def plan_of(size: int) -> ExpertPlan:
-    """The plan of experts with ``size`` inputs."""
-    steps = size // STEP
-    return ExpertPlan(4 if steps >= 4 else 1 << (steps.bit_length() - 1), 3)
+def plan_of(out: int, size: int) -> ExpertPlan:
+    """The plan of experts [out, size]."""
+    steps, pairs = size // STEP, out // (2 * OUTS)
+    split = 4 if steps >= 16 else 1
+    split = min(split, 1 << (steps.bit_length() - 1))
+    many = min(4 // split, pairs & -pairs)
+    return ExpertPlan(split, many, split * many, 3)
 
 
 def row_tile(rows: int) -> int:

@@ -8,9 +8,10 @@ neighbours, so that it loads 16 bytes of activations at once, and its codes are 
     fp4  tile [512 bytes] = 16 outputs x 64 inputs: [g 8][t 4][output half 2][32 inputs 2][word of 8 codes]
     fp8  tile [512 bytes] = 16 outputs x 32 inputs: [g 8][t 4][output half 2][4 inputs 2][word of 4 codes]
 
-A word of 8 fp4 codes holds two halves of 16 bits, of inputs 0 2 4 6 and 1 3 5 7. Each has its four signs above its four
-magnitudes: bits 15 to 12 are the signs of codes 0, 2, 3, 1 and bits 11 to 0 the magnitudes of codes 3, 0, 1, 2. Codes 0
-and 1 become a bfloat16's sign and exponent by one shift and one mask, the others by two (``EXPAND_FP4``).
+A word of 8 fp4 codes holds two halves of 16 bits, of inputs 0 2 4 6 and 1 3 5 7. Code 0 has its sign and magnitude
+where a bfloat16 has its sign and the end of its exponent (bit 15, bits 8 to 6), code 1 lies four bits lower. The bits
+of codes 2 and 3 stand in what is left so that two shifts bring both to those same places (``EXPAND_FP4``): nine
+instructions for eight codes.
 A word of 4 fp8 codes has codes 0 2 1 3 in bytes 0 to 3, so that a pair lies in matching places of the two halves.
 
 Two tiles lie side by side, step by step, so that a program reads one stream:
@@ -32,25 +33,32 @@ FP4_BLOCK, FP8_BLOCK = (1, 32), (128, 128)
 MOST_FP4_SCALE = 128
 """The largest e8m0 byte (2.0) that the product folds into bfloat16 without overflow."""
 
-_SIGNS, _MAGNITUDES = (15, 12, 14, 13), (6, 3, 0, 9)
-"""Bit of the sign and lowest bit of the magnitude of codes 0 to 3 of a half word."""
+_BITS = ((6, 7, 8, 15), (2, 3, 4, 11), (12, 5, 14, 13), (0, 1, 10, 9))
+"""Where the four bits of codes 0 to 3 of a half word lie, lowest first; the fourth is the sign."""
 
 
 def pack_fp4(codes: Tensor) -> Tensor:
     """codes [..., out, in/2] int8 as published (even input in the low four bits) -> [..., pairs, steps, 2, 1024]"""
     *lead, out, width = codes.shape
     _check(out, 2 * width)
-    raw = codes.view(torch.uint8).to(torch.int32)
-    nibbles = torch.stack([raw & 15, raw >> 4], dim=-1).unflatten(-2, (width // 4, 4)).flatten(-2)
-    halves = torch.zeros((*lead, out, width // 4, 2), dtype=torch.int32, device=codes.device)
-    for code in range(4):
-        for half in range(2):
-            value = nibbles[..., 2 * code + half]
-            halves[..., half] |= (value >> 3) << _SIGNS[code] | (value & 7) << _MAGNITUDES[code]
-    words = torch.stack([halves & 255, halves >> 8], dim=-1).to(torch.uint8)
+    table = _spread(codes.device)
+    raw = codes.view(torch.uint8).unflatten(-1, (width // 4, 4))
+    words = table[0][raw[..., 0].int()]
+    for code in range(1, 4):
+        words |= table[code][raw[..., code].int()]
     # [..., pair, tile, output half, g, step, 64 inputs, 32 inputs, t, byte]
-    rows = words.reshape(*lead, out // 32, 2, 2, 8, width // 64, 2, 2, 4, 4)
+    rows = words.view(torch.uint8).reshape(*lead, out // 32, 2, 2, 8, width // 64, 2, 2, 4, 4)
     return _moved(rows, _FP4_ORDER).flatten(-6).view(torch.int8)
+
+
+def _spread(device: torch.device) -> Tensor:
+    """[4, 256] int32: the word with the two codes of a byte in places 0 to 3 of its halves"""
+    byte = torch.arange(256, dtype=torch.int32, device=device)
+    table = torch.zeros((4, 256), dtype=torch.int32, device=device)
+    for code in range(4):
+        for bit, at in enumerate(_BITS[code]):
+            table[code] |= (byte >> bit & 1) << at | (byte >> (4 + bit) & 1) << (16 + at)
+    return table
 
 
 def unpack_fp4(tiles: Tensor) -> Tensor:
@@ -61,7 +69,8 @@ def unpack_fp4(tiles: Tensor) -> Tensor:
     halves = rows[..., 0] | rows[..., 1] << 8
     nibbles = torch.zeros((*lead, pairs * 32, steps * 16, 4, 2), dtype=torch.int32, device=tiles.device)
     for code in range(4):
-        nibbles[..., code, :] = (halves >> _SIGNS[code] & 1) << 3 | halves >> _MAGNITUDES[code] & 7
+        for bit, at in enumerate(_BITS[code]):
+            nibbles[..., code, :] |= (halves >> at & 1) << bit
     # Input 2i is code i of half 0, input 2i + 1 of half 1: the low and the high four bits of byte i.
     return (nibbles[..., 0] | nibbles[..., 1] << 4).to(torch.uint8).flatten(-2).view(torch.int8)
 
