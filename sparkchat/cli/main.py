@@ -5,13 +5,14 @@ Signals are taken before anything large is imported, so that the first half seco
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
 from collections.abc import Sequence
 from types import FrameType
 
-from sparkchat.errors import Interrupted, SparkchatError, Terminated
+from sparkchat.errors import Interrupted, NotEnoughDisk, SparkchatError, Terminated
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -19,6 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     debug = False
     try:
         signal.signal(signal.SIGTERM, _terminate)
+        _open_closed_streams()
         typed = list(sys.argv[1:] if argv is None else argv)
         arguments, debug = _without_debug(typed)
         debug = debug or _debug_from_environment()
@@ -32,11 +34,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _reader_went_away()
     except SparkchatError as error:
         return _report(error, error.message, error.exit_code, debug)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            return _report(error, _internal(error), 1, debug)
+        where = f"{error.filename} cannot be written" if error.filename else "the output cannot be written"
+        message = f"{where}: no space is left; free some, or write somewhere else"
+        return _report(error, message, NotEnoughDisk.exit_code, debug)
     except KeyboardInterrupt as error:
         return _report(error, None, Interrupted.exit_code, debug)
     except Exception as error:
-        what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-        return _report(error, f"internal error, {what}; run it again with --debug for the details", 1, debug)
+        return _report(error, _internal(error), 1, debug)
+
+
+def _internal(error: Exception) -> str:
+    what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    return f"internal error, {what}; run it again with --debug for the details"
 
 
 def _without_debug(arguments: list[str]) -> tuple[list[str], bool]:
@@ -49,6 +61,18 @@ def _without_debug(arguments: list[str]) -> tuple[list[str], bool]:
 def _debug_from_environment() -> bool:
     text = os.environ.get("SPARKCHAT_DEBUG", "").strip().lower()
     return text not in ("", "0", "false", "no", "off")
+
+
+def _open_closed_streams() -> None:
+    """Give 0, 1 and 2 back where the caller closed them, or a pipe of ours would get the number and be written to."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+    # stdin stays None: that nothing can come from it is said in words.
+    sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
+    sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
 
 
 def _prepare_streams() -> None:
@@ -75,17 +99,18 @@ def _report(error: BaseException, message: str | None, code: int, debug: bool) -
         if message is not None:
             note(message)
         sys.stdout.flush()
-    except BrokenPipeError:
+    except OSError:
         _reader_went_away()
     return code
 
 
 def _reader_went_away() -> int:
-    """The program that read our output has ended: keep Python from complaining about it at its exit."""
+    """What is written goes nowhere (a reader that ended, a full disk): keep Python from complaining about it at its
+    exit."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except BrokenPipeError:
+        except OSError:
             os.dup2(nowhere, stream.fileno())
     return 1

@@ -105,7 +105,7 @@ def _prompt_text(words: tuple[str, ...], has_ids: bool, plain: bool, raw: bool) 
             raise UsageError("PROMPT and --prompt-ids both say what to answer; give one of them")
         return None
     is_piped = sys.stdin is None or not sys.stdin.isatty()
-    if not words and (plain or not is_piped):
+    if not words and sys.stdin is not None and (plain or not is_piped):
         return None
     piped = _piped_text() if is_piped else ""
     typed = _encodable(" ".join(words))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -120,6 +121,33 @@ def test_a_reader_that_goes_away_is_no_error_message() -> None:
     )
     os.close(write)
     assert done.stderr == b""
+
+
+@pytest.mark.parametrize("streams", [(1,), (0, 1, 2)])
+def test_a_stream_that_is_closed_takes_no_other_files_number(streams: tuple[int, ...]) -> None:
+    closed = " ".join(f"{number}>&-" for number in streams)
+    asked = (
+        "import os, sys; from sparkchat.cli.main import main; code = main(['list']); "
+        "sys.exit(code or 9 * (os.open('/', os.O_RDONLY) < 3))"
+    )
+    done = subprocess.run(
+        ["sh", "-c", f'exec "$0" -c "$1" {closed}', sys.executable, asked],
+        capture_output=True,
+        env=child_environment(),
+        check=False,
+        timeout=30,
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert bool(done.stdout) is (1 not in streams)
+
+
+def test_a_full_disk_behind_stdout_is_code_5_in_one_line() -> None:
+    with Path("/dev/full").open("wb") as full:
+        done = subprocess.run(
+            command("list"), stdout=full, stderr=subprocess.PIPE, env=child_environment(), check=False, timeout=30
+        )
+    assert done.returncode == 5
+    assert done.stderr.count(b"\n") == 1 and b"no space is left" in done.stderr
 
 
 def test_a_terminal_that_cannot_show_a_character_gets_a_question_mark(cli: Cli, tmp_path: Path) -> None:
