@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sparkchat import strict_json
@@ -23,6 +23,8 @@ class BadLine:
     """A line that is no request, and why."""
 
     error: str
+    fields: dict[str, Any] = field(default_factory=dict)
+    """Its ``id``, where that could be read."""
 
 
 def parse_line(line: bytes) -> dict[str, Any] | BadLine:
@@ -30,9 +32,11 @@ def parse_line(line: bytes) -> dict[str, Any] | BadLine:
     try:
         value = strict_json.loads(line)
     except UnicodeDecodeError as error:
-        return BadLine(f"the line is not UTF-8 (byte {error.start}); write JSON in UTF-8")
+        reason = f"the line is not UTF-8 (byte {error.start}); write JSON in UTF-8"
+        return BadLine(reason, strict_json.read_member(line, "id"))
     except ValueError as error:
-        return BadLine(f"the line is not JSON ({error}); write one object a line")
+        reason = f"the line is not JSON ({error}); write one object a line"
+        return BadLine(reason, strict_json.read_member(line, "id"))
     if not isinstance(value, dict):
         return BadLine(f'the line holds {type(value).__name__}, not an object; write {{"prompt": ...}}')
     return value

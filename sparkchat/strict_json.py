@@ -15,8 +15,8 @@ _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 _LINE_BREAKS = {0x85: "\\u0085", 0x2028: "\\u2028", 0x2029: "\\u2029"}
 
 
-def dumps(value: Any, *, indent: int | None = None) -> str:
-    """JSON text of ``value``; NaN and infinities become null, lone surrogates U+FFFD.
+def dumps(value: Any, *, indent: int | None = None, keep_surrogates: bool = False) -> str:
+    """JSON text of ``value``; NaN and infinities become null, lone surrogates U+FFFD (or escapes, where they are kept).
 
     Without ``indent`` the text has no line break. Raises TypeError for what JSON cannot express.
     """
@@ -26,7 +26,12 @@ def dumps(value: Any, *, indent: int | None = None) -> str:
         text = _encode(without_nonfinite(value), indent)
     if text.isascii():
         return text
-    return _LONE_SURROGATE.sub("\ufffd", text).translate(_LINE_BREAKS)
+    text = _LONE_SURROGATE.sub(_escape if keep_surrogates else "\ufffd", text)
+    return text.translate(_LINE_BREAKS)
+
+
+def _escape(found: re.Match[str]) -> str:
+    return f"\\u{ord(found[0]):04x}"
 
 
 def without_nonfinite(value: Any) -> Any:
@@ -52,6 +57,19 @@ def loads(text: str | bytes, *, unique_keys: bool = False) -> Any:
         return json.loads(text, parse_constant=_refuse_constant, parse_float=_finite_float, object_pairs_hook=hook)
     except RecursionError:
         raise ValueError("nested too deeply") from None
+
+
+def read_member(text: bytes, name: str) -> dict[str, Any]:
+    """``{name: its value}`` from an object that ``loads`` refused for a number or some bytes of another member.
+
+    Empty where it cannot be told as it was written.
+    """
+    try:
+        value = json.loads(text.decode("utf-8", "replace"))[name]
+        is_whole = "\ufffd" not in json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except (ValueError, TypeError, LookupError, RecursionError):
+        return {}
+    return {name: value} if is_whole else {}
 
 
 def _encode(value: Any, indent: int | None) -> str:

@@ -129,7 +129,7 @@ class _Batch:
             return
         self.num_lines += 1
         parsed = parse_line(text)
-        line = _Line({} if isinstance(parsed, BadLine) else parsed)
+        line = _Line(parsed.fields if isinstance(parsed, BadLine) else parsed)
         self.waiting.append(line)
         if isinstance(parsed, BadLine):
             line.result = self._error_result(line, parsed.error)
@@ -166,7 +166,7 @@ class _Batch:
         while self.waiting and self.waiting[0].result is not None:
             line = self.waiting.popleft()
             echoed = {"id": line.fields["id"]} if "id" in line.fields else {}
-            data(strict_json.dumps(echoed | line.result))
+            data(strict_json.dumps(echoed | line.result, keep_surrogates=True))
 
     def _fail_waiting(self, error: SparkchatError) -> None:
         for line in self.waiting:

@@ -108,12 +108,14 @@ def test_results_come_in_input_order_with_their_ids(main: Cli, engine: Any, stdi
         {"id": {"x": [1]}, "prompt": "b"},
         {"prompt": "cc"},
         {"id": 7, "prompt": "d"},
+        {"id": "\ud800 \u00e9", "prompt": "e"},
+        b'{"id": "nan", "temperature": NaN}',
     )
     done = main("batch", model_folder, "--concurrency", "4")
     found = results(done.out)
     assert done.code == 0, done.err
-    assert [r["text"] for r in found] == ["a long prompt", "b", "cc", "d"]
-    assert [r.get("id", "absent") for r in found] == [7, {"x": [1]}, "absent", 7]
+    assert [r["text"] for r in found] == ["a long prompt", "b", "cc", "d", "e", ""]
+    assert [r.get("id", "absent") for r in found] == [7, {"x": [1]}, "absent", 7, "\ud800 \u00e9", "nan"]
     assert engine.opened[0].spec.concurrency == 4
     assert engine.opened[0].closed
 

@@ -40,6 +40,24 @@ def test_what_is_no_object_is_said(line: bytes, words: str) -> None:
     assert isinstance(found, BadLine) and words in found.error
 
 
+@pytest.mark.parametrize(
+    ("line", "fields"),
+    [
+        (b'{"id": "x", "temperature": NaN}', {"id": "x"}),
+        (b'{"seed": 1e400, "id": [7, null]}', {"id": [7, None]}),
+        (b'{"id": "y", "prompt": "\xff"}', {"id": "y"}),
+        (b'{"id": "\xff", "prompt": "z"}', {}),
+        (b'{"id": NaN}', {}),
+        (b'{"prompt": NaN}', {}),
+        (b'{"id": 1,', {}),
+        (b"[NaN]", {}),
+    ],
+)
+def test_a_bad_line_keeps_an_id_that_can_be_read(line: bytes, fields: dict[str, Any]) -> None:
+    found = parse_line(line)
+    assert isinstance(found, BadLine) and found.fields == fields
+
+
 def test_a_line_takes_the_runs_options_where_it_gives_none() -> None:
     capped = request(prompt="hi", mode="cap-accept", accept_cap=3, draft_temperature="adaptive")
     assert (capped.accept_cap, capped.draft_temperature) == (3, "adaptive")
