@@ -14,6 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from sparkchat.kernels.experts import add_parts as add_up
+from sparkchat.kernels.ranks import Meeting
+
 
 class Group(Protocol):
     """One rank's end. All ranks make the same calls in the same order."""
@@ -38,6 +41,20 @@ class Group(Protocol):
 
     def room(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory to write this rank's next part into, so that ``parts`` has nothing to copy; for that one call."""
+        ...
+
+    def meeting(self, room: Tensor, programs: int) -> Meeting | None:
+        """For a kernel of so many programs that writes the next part into ``room``, so that ``parts`` has nobody to
+        wait for; None where ranks meet otherwise."""
+        ...
+
+    @property
+    def adds_parts(self) -> bool:
+        """Whether ``parts_of_sum`` takes no launch more than ``parts``."""
+        ...
+
+    def parts_of_sum(self, parts: Tensor) -> Sequence[Tensor]:
+        """As ``parts`` of the sum of this rank's partial sums ``parts`` [P, ...] float32, added in order."""
         ...
 
     def addresses(self, parts: Sequence[Tensor]) -> Tensor:
@@ -65,6 +82,18 @@ class Alone:
 
     def room(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(tuple(shape), dtype=dtype, device=device)
+
+    def meeting(self, room: Tensor, programs: int) -> Meeting | None:
+        return None
+
+    @property
+    def adds_parts(self) -> bool:
+        return False
+
+    def parts_of_sum(self, parts: Tensor) -> Sequence[Tensor]:
+        mine = self.room(parts.shape[1:], parts.dtype, parts.device)
+        add_up(parts, mine)
+        return self.parts(mine)
 
     def addresses(self, parts: Sequence[Tensor]) -> Tensor:
         return even_addresses(parts)
@@ -96,6 +125,18 @@ class ProcessGroup:
 
     def room(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(tuple(shape), dtype=dtype, device=device)
+
+    def meeting(self, room: Tensor, programs: int) -> Meeting | None:
+        return None
+
+    @property
+    def adds_parts(self) -> bool:
+        return False
+
+    def parts_of_sum(self, parts: Tensor) -> Sequence[Tensor]:
+        mine = self.room(parts.shape[1:], parts.dtype, parts.device)
+        add_up(parts, mine)
+        return self.parts(mine)
 
     def addresses(self, parts: Sequence[Tensor]) -> Tensor:
         return even_addresses(parts)

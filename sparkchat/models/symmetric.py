@@ -24,12 +24,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sparkchat.kernels.ranks import num_pads, publish
+from sparkchat.kernels.experts import add_parts as add_up
+from sparkchat.kernels.ranks import Meeting, most_programs, num_pads, publish, publish_sum
 from sparkchat.models.parallel import ProcessGroup, add_parts
 
 SWITCH = "SPARKCHAT_SHARED_SUMS"
-"""In the environment: 0 leaves all messages to NCCL, publish takes the launch of ``kernels.ranks`` for a copy and a
-barrier of torch's."""
+"""In the environment: 0 leaves all messages to NCCL, torch takes barriers of torch's, a launch each; else ranks meet at
+the end of the kernel that writes a message (``kernels.ranks``)."""
 ROOM_BYTES = 4 << 20
 """Of a message in a slot: the logits of a verified block, or rows of several requests."""
 MOST_ONE_SHOT = 1 << 20
@@ -63,6 +64,8 @@ class SymmetricGroup(ProcessGroup):
         """
         super().__init__()
         self._handle, self._one_shot, self._pads, self._turn = handle, one_shot, pads, 0
+        self._has_met = False
+        """Whether the kernel that writes the next message ends when all ranks have written theirs."""
         self._addresses = self._find_addresses()
 
     def sum(self, x: Tensor) -> Tensor:
@@ -78,6 +81,9 @@ class SymmetricGroup(ProcessGroup):
         slot, self._turn = self._turn, (self._turn + 1) % _MESSAGE_SLOTS
         mine = self._room(self.rank, slot, x)
         is_there = x.data_ptr() == mine.data_ptr()
+        has_met, self._has_met = self._has_met, False
+        if has_met:
+            return [self._room(rank, slot, x) for rank in range(self.size)]
         if not is_there:
             self._wait_outside_graphs(x)
         if self._pads is not None and x.nbytes % 4 == 0:
@@ -94,6 +100,25 @@ class SymmetricGroup(ProcessGroup):
         mine = self._slot(self.rank, self._turn, shape, dtype)
         self._wait_outside_graphs(mine)
         return mine
+
+    def meeting(self, room: Tensor, programs: int) -> Meeting | None:
+        if self._pads is None or room.nbytes > ROOM_BYTES or programs > most_programs(ROOM_BYTES):
+            return None
+        self._has_met = True
+        return Meeting(self._pads, self.rank)
+
+    @property
+    def adds_parts(self) -> bool:
+        return self._pads is not None
+
+    def parts_of_sum(self, parts: Tensor) -> Sequence[Tensor]:
+        mine = self.room(parts.shape[1:], parts.dtype, parts.device)
+        if mine.nbytes > ROOM_BYTES or self._pads is None:
+            add_up(parts, mine)
+        else:
+            publish_sum(parts, mine, self._pads, self.rank)
+            self._has_met = True
+        return self.parts(mine)
 
     def addresses(self, parts: Sequence[Tensor]) -> Tensor:
         found = self._addresses.get(parts[0].data_ptr())
@@ -151,7 +176,7 @@ def open_group(device: torch.device) -> ProcessGroup:
     torch.cuda.synchronize(device)
     handle = symmetric.rendezvous(memory, world.group_name)
     flags = [handle.get_buffer(rank, (1,), torch.uint8, flags_at).data_ptr() for rank in range(size)]
-    pads = torch.tensor(flags, dtype=torch.int64, device=device) if way == "publish" else None
+    pads = torch.tensor(flags, dtype=torch.int64, device=device) if way != "torch" else None
     # The operation writes its memory before it first waits, so that must be no slot that somebody may still read.
     sums = symmetric.empty(MOST_ONE_SHOT, dtype=torch.uint8, device=device)
     symmetric.rendezvous(sums, world.group_name)

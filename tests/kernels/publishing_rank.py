@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 os.environ["TRITON_INTERPRET"] = "1"
@@ -14,7 +15,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
-from sparkchat.kernels.ranks import num_pads, publish
+from sparkchat.kernels.fp8 import TiledFp8
+from sparkchat.kernels.fp8.kernel import launch_fp8_linear
+from sparkchat.kernels.ranks import Meeting, num_pads, publish, publish_sum
 
 SIZES = (6 * 64, 2048, 5000)
 MOST = 4 * max(SIZES)
@@ -27,15 +30,34 @@ def main(rank: int, ranks: int, messages: int, folder: str) -> None:
     slots = [[shared(f"slot{turn}-{r}", MOST // 4) for r in range(ranks)] for turn in range(2)]
     flags = [shared(f"pads-{r}", num_pads(MOST, ranks)) for r in range(ranks)]
     pads = torch.tensor([one.data_ptr() for one in flags])
+
+    def room(turn: int, other: int, size: int) -> torch.Tensor:
+        return slots[turn][other][:size]
+
+    def check(number: int, size: int, wanted: Callable[[int], torch.Tensor]) -> None:
+        for other in range(ranks):
+            assert torch.equal(room(number % 2, other, size), wanted(other)), (rank, other, number)
+
     for number in range(messages):
         turn, size = number % 2, SIZES[number % len(SIZES)]
-        x = torch.arange(size, dtype=torch.int32) * (rank + 1) + number
-        publish(x, slots[turn][rank][:size], pads, rank)
-        for other in range(ranks):
-            wanted = torch.arange(size, dtype=torch.int32) * (other + 1) + number
-            assert torch.equal(slots[turn][other][:size], wanted), (rank, other, number)
-    # Whoever is last finds all flags down again; another may still have its last ones up.
-    print("all alike", int(flags[rank].sum()))
+        counted = torch.arange(size, dtype=torch.int32)
+        if number % 4 < 2:
+            publish(counted * (rank + 1) + number, room(turn, rank, size), pads, rank)
+            check(number, size, lambda other: counted * (other + 1) + number)  # noqa: B023
+        else:
+            parts = torch.stack([counted.float() * rank, torch.full((size,), float(number))])
+            publish_sum(parts, room(turn, rank, size).view(torch.float32), pads, rank)
+            check(number, size, lambda other: (counted.float() * other + number).view(torch.int32))  # noqa: B023
+    # A product whose last act is the meeting: two programs, of two rows.
+    weight = TiledFp8.of(torch.eye(64, 128).to(torch.float8_e4m3fn), torch.ones(1, 1))
+    counted = torch.arange(256).view(2, 128) % 32
+    x = counted.half() * 2 ** -(rank + 1)
+    for number in range(messages, messages + 2):
+        out = room(number % 2, rank, 128).view(torch.float32).view(2, 64)
+        launch_fp8_linear(x * (number + 1), weight, out, 1, False, meeting=Meeting(pads, rank))
+        wanted = counted[:, :64].float() * (number + 1)
+        check(number, 128, lambda other: (wanted * 2 ** -(other + 1)).flatten().view(torch.int32))  # noqa: B023
+    print("all alike")
 
 
 if __name__ == "__main__":

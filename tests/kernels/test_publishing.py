@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sparkchat.kernels.ranks import publish
+from sparkchat.kernels.ranks import publish, publish_sum
 
 PROGRAM = Path(__file__).with_name("publishing_rank.py")
 
@@ -32,8 +32,11 @@ def test_every_rank_reads_what_all_have_written(ranks: int, tmp_path: Path) -> N
         for one in running:
             one.kill()
     assert all(text.startswith("all alike") for text in said), "\n".join(text[-2000:] for text in said)
-    flags = [torch.from_file(str(tmp_path / f"pads-{r}"), size=4, dtype=torch.int32) for r in range(ranks)]
-    assert all(int(one.abs().sum()) == 0 for one in flags)
+    # Every rank was told by all others as often as it met, program by program.
+    counts = [torch.from_file(str(tmp_path / f"pads-{r}"), size=3 * ranks, dtype=torch.int32) for r in range(ranks)]
+    first = counts[0].view(-1, ranks)
+    assert all(torch.equal(one, counts[0]) for one in counts) and bool((first == first[:, :1]).all())
+    assert first[0, 0] == 12 + 2 and 0 < first[2, 0] < first[1, 0] <= first[0, 0]
 
 
 def test_sizes_are_checked() -> None:
@@ -41,3 +44,10 @@ def test_sizes_are_checked() -> None:
     for x, mine in ((words[:7], words), (words.view(2, 4).T, words), (bytes_, bytes_)):
         with pytest.raises(ValueError, match="multiples of 4"):
             publish(x, mine, pads, 0)
+    for parts, total in (
+        (words.view(2, 4), words),
+        (words.view(2, 4).half(), words[:4]),
+        (words.view(4, 2).T, words[:4]),
+    ):
+        with pytest.raises(ValueError, match="cannot be added"):
+            publish_sum(parts, total, pads, 0)

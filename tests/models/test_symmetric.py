@@ -54,6 +54,7 @@ def group_of(shared: Shared, rank: int) -> SymmetricGroup:
     group = object.__new__(SymmetricGroup)
     group.rank, group.size = rank, shared.size
     group._handle, group._one_shot, group._pads, group._turn = FakeHandle(shared), None, None, 0
+    group._has_met = False
     group._addresses = group._find_addresses()
     return group
 
@@ -106,6 +107,32 @@ def test_addresses_are_those_of_the_parts(monkeypatch: pytest.MonkeyPatch) -> No
     group = group_of(Shared(2), 0)
     for parts in (group.parts(torch.ones(ROOM_BYTES // 4 + 1)), ALONE.parts(torch.ones(2))):
         assert group.addresses(parts).tolist() == [part.data_ptr() for part in parts]
+
+
+def test_a_part_may_be_a_sum_of_parts() -> None:
+    def work(group: SymmetricGroup) -> list[Tensor]:
+        parts = [torch.stack([part_of(group.rank, n + k, torch.float32) for k in range(3)]) for n in range(4)]
+        return [add_parts(group.parts_of_sum(each)) for each in parts]
+
+    for number, sums in enumerate(zip(*Shared(2).run(work), strict=True)):
+        own = [add_parts([part_of(rank, number + k, torch.float32) for k in range(3)]) for rank in range(2)]
+        assert all(torch.equal(found, add_parts(own)) for found in sums)
+
+
+def test_a_message_whose_kernel_has_met_waits_for_nobody() -> None:
+    shared = Shared(2)
+    group = group_of(shared, 0)
+    assert group.meeting(torch.zeros(4), 1) is None and not group.adds_parts
+    group._pads = torch.zeros(2, dtype=torch.int64)
+    x = torch.ones(4)
+    for room, programs in ((torch.zeros(ROOM_BYTES // 4 + 1), 1), (x, 1 << 20)):
+        assert group.meeting(room, programs) is None
+    meeting = group.meeting(x, 1)
+    assert meeting is not None and meeting.rank == 0 and group.adds_parts
+    # The other rank is not there: whoever waited would wait for long.
+    parts = group.parts(x)
+    assert [part.data_ptr() for part in parts] == [memory.data_ptr() for memory in shared.memories]
+    assert not group._has_met
 
 
 def test_a_part_can_be_read_until_the_next_message(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,15 +6,25 @@ from torch import Tensor
 
 from sparkchat.kernels.fp8.reference import fp8_linear_reference
 from sparkchat.kernels.fp8.weights import TiledFp8, takes
+from sparkchat.kernels.ranks import Meeting
 
 __all__ = ["TiledFp8", "fp8_linear", "takes"]
 
 
-def fp8_linear(x: Tensor, weight: TiledFp8, out: Tensor, *, groups: int = 1, is_rounded: bool = False) -> None:
+def fp8_linear(
+    x: Tensor,
+    weight: TiledFp8,
+    out: Tensor,
+    *,
+    groups: int = 1,
+    is_rounded: bool = False,
+    meeting: Meeting | None = None,
+) -> None:
     """out = x weight^T for x [N, groups * in] half; where groups > 1, output group g reads input group g.
 
     out [N, out] half or float32, or partial sums [weight.splits(), N, out] float32, to be added in order.
     ``is_rounded``: x is first rounded as fp8 products round it, e4m3 with a power of two for each row's 128 inputs.
+    ``meeting``: ``out``, whole, lies where other ranks read it; the launch ends when all ranks have written theirs.
     A row's bits depend on the weight's shape and on whether sums are parts, never on the rows beside it. Raises
     ValueError for wrong shapes.
     """
@@ -31,4 +41,4 @@ def fp8_linear(x: Tensor, weight: TiledFp8, out: Tensor, *, groups: int = 1, is_
         return
     from sparkchat.kernels.fp8.kernel import launch_fp8_linear
 
-    launch_fp8_linear(x, weight, out, groups, is_rounded)
+    launch_fp8_linear(x, weight, out, groups, is_rounded, meeting=meeting)

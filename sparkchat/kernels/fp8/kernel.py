@@ -9,15 +9,17 @@ from torch import Tensor
 from sparkchat.kernels.fp8.plan import Fp8Plan, plan_of, row_tile
 from sparkchat.kernels.fp8.weights import TiledFp8
 from sparkchat.kernels.launch import launch, wait
+from sparkchat.kernels.ranks import Meeting
+from sparkchat.kernels.ranks.kernel import meet
 from sparkchat.kernels.tiles.packing import OUTS, STEP
 from sparkchat.kernels.tiles.product import call_ahead, fp8_pair
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _fp8_linear(
-    x_ptr, codes_ptr, scales_ptr, out_ptr, num_rows, x_stride, out_stride, part_stride, outs_of_group,
+    x_ptr, codes_ptr, scales_ptr, out_ptr, pads_ptr, num_rows, x_stride, out_stride, part_stride, outs_of_group, rank,
     STEPS: tl.constexpr, PART: tl.constexpr, ROWS: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr,
-    ROUND: tl.constexpr, PDL: tl.constexpr,
+    ROUND: tl.constexpr, RANKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     pair, part = tl.program_id(0), tl.program_id(1)
     first_row = tl.program_id(2) * ROWS
@@ -38,17 +40,26 @@ def _fp8_linear(
     is_row = (to_row < num_rows)[None, :]
     tl.store(to, one.to(out_ptr.dtype.element_ty), mask=is_row)
     tl.store(to + 16, two.to(out_ptr.dtype.element_ty), mask=is_row)
+    if RANKS > 1:
+        meet(pads_ptr, pair + tl.program_id(2) * tl.num_programs(0), rank, RANKS)
 
 
 def launch_fp8_linear(
-    x: Tensor, weight: TiledFp8, out: Tensor, groups: int, is_rounded: bool, plan: Fp8Plan | None = None
+    x: Tensor,
+    weight: TiledFp8,
+    out: Tensor,
+    groups: int,
+    is_rounded: bool,
+    plan: Fp8Plan | None = None,
+    meeting: Meeting | None = None,
 ) -> None:
     """See ``fp8_linear``. ``plan`` stands in for the usual one, for measuring."""
     (outs, size), count, is_parts = weight.shape, x.shape[0], out.dim() == 3
     plan, rows = plan or plan_of(outs, size, is_parts), row_tile(count, is_rounded)
     launch(
         _fp8_linear, (outs // (2 * OUTS), plan.splits, -(-count // rows)),
-        x, weight.tiles, weight.scales, out, count, x.stride(0), out.stride(-2), out.stride(0) if is_parts else 0,
-        outs // groups, STEPS=size // STEP, PART=plan.part(size), ROWS=rows, WARPS=plan.warps, STAGES=plan.stages,
-        ROUND=is_rounded, num_warps=plan.warps, num_stages=plan.stages,
+        x, weight.tiles, weight.scales, out, weight.scales if meeting is None else meeting.pads, count, x.stride(0),
+        out.stride(-2), out.stride(0) if is_parts else 0, outs // groups, 0 if meeting is None else meeting.rank,
+        STEPS=size // STEP, PART=plan.part(size), ROWS=rows, WARPS=plan.warps, STAGES=plan.stages, ROUND=is_rounded,
+        RANKS=0 if meeting is None else meeting.pads.shape[0], num_warps=plan.warps, num_stages=plan.stages,
     )  # fmt: skip

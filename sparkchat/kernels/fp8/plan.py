@@ -58,6 +58,11 @@ def row_tile(rows: int, is_rounded: bool = False) -> int:
     return next((tile for tile in tiles if rows <= tile), tiles[-1])
 
 
+def num_programs(out: int, rows: int, is_rounded: bool) -> int:
+    """Of a product of so many outputs and rows, all inputs summed by one program."""
+    return out // (2 * OUTS) * -(-rows // row_tile(rows, is_rounded))
+
+
 def shared_bytes(plan: Fp8Plan, rows: int, bytes_of_step: int = 2 * 16 * STEP) -> int:
     """Shared memory of a program, nearly."""
     return plan.stages * plan.warps * (bytes_of_step + row_tile(rows) * STEP * 2)

@@ -23,7 +23,7 @@ from sparkchat.models.deepseek_v4.row_pass import RowPass
 from sparkchat.models.deepseek_v4.row_products import RowProducts
 from sparkchat.models.deepseek_v4.scope import Scope
 from sparkchat.models.deepseek_v4.sight import Sight
-from sparkchat.models.deepseek_v4.tile_products import TileProducts, in_parts
+from sparkchat.models.deepseek_v4.tile_products import TileProducts, in_parts, into_room
 
 
 class LatentAttention:
@@ -98,7 +98,7 @@ class LatentAttention:
             chosen=chosen,
         )
         inner = self._inner(heads) if self._tiles is None else self._tiles.to_groups(heads)
-        return in_parts(self._output, inner) if may_be_parts else self._output(inner)
+        return in_parts(self._output, inner) if may_be_parts else into_room(self._output, inner, self._group)
 
     def _compress_rows(
         self, products: Pooled, index_queries: Tensor | None, layer: int, rows: RowPass

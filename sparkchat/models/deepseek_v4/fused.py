@@ -85,15 +85,16 @@ class FusedStack:
             output = self._parts(layer.attention.by_kernels(normed, index, rows, self._group.size == 1))
             # The streams between the two sub-blocks of a layer are nobody's tap.
             read(weights[1], before_experts, -2, normed)
-            output = self._parts(layer.experts.own_part(normed, token_ids, self._group.size == 1))
+            may_be_parts = self._group.size == 1 or self._group.adds_parts
+            output = self._parts(layer.experts.own_part(normed, token_ids, may_be_parts))
         taken = torch.empty_like(normed)
         hidden = torch.empty((count, width), device=streams.device)
         read(self._head, self._norm, len(self._stack.layers) - 1, hidden, taken)
         return taken, hidden, streams, means
 
     def _parts(self, part: Tensor) -> Tensor | PartList:
-        """Of all ranks: part [N, d], or where there is one rank [P, N, d]."""
+        """Of all ranks: part [N, d], or partial sums of it [P, N, d]."""
         if self._group.size == 1:
             return part
-        parts = self._group.parts(part)
+        parts = self._group.parts(part) if part.dim() == 2 else self._group.parts_of_sum(part)
         return PartList(tuple(parts), self._group.addresses(parts))

@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from sparkchat.kernels.fp8 import TiledFp8, fp8_linear
+from sparkchat.kernels.fp8.plan import num_programs
 from sparkchat.models.deepseek_v4.formats import Stored
-from sparkchat.models.deepseek_v4.packed import TiledLinear, fp8_parts, has_kernels, lies_in_tiles
+from sparkchat.models.deepseek_v4.packed import MOST_ROWS, TiledLinear, fp8_parts, has_kernels, lies_in_tiles
 from sparkchat.models.deepseek_v4.scope import RoundedLinear, Scope
 from sparkchat.models.linear import Linear
+from sparkchat.models.parallel import Group
 
 _TILE_OUTS = 32
 _SCALED_OUTS = 128
@@ -78,13 +80,30 @@ class TileProducts:
 
 def in_parts(linear: Linear, x: Tensor) -> Tensor:
     """x [N, in] -> [N, out], or where the weight lies in tiles float32 parts [P, N, out] to be added in order."""
-    is_rounded = isinstance(linear, RoundedLinear)
-    inner = linear.inner if isinstance(linear, RoundedLinear) else linear
-    if not isinstance(inner, TiledLinear):
+    is_rounded, inner = _taken_apart(linear)
+    if inner is None:
         return linear(x)
     parts = torch.empty((inner.weight.splits(), x.shape[0], inner.weight.shape[0]), device=x.device)
     fp8_linear(x, inner.weight, parts, is_rounded=is_rounded)
     return parts
+
+
+def into_room(linear: Linear, x: Tensor, group: Group) -> Tensor:
+    """x [N, in] -> this rank's part [N, out], which ``group.parts`` takes next; where the weight lies in tiles it is
+    written where other ranks read it."""
+    is_rounded, inner = _taken_apart(linear)
+    if inner is None or x.shape[0] > MOST_ROWS:
+        return linear(x)
+    room = group.room((x.shape[0], inner.weight.shape[0]), inner.dtype, x.device)
+    meeting = group.meeting(room, num_programs(inner.weight.shape[0], x.shape[0], is_rounded))
+    fp8_linear(x, inner.weight, room, is_rounded=is_rounded, meeting=meeting)
+    return room
+
+
+def _taken_apart(linear: Linear) -> tuple[bool, TiledLinear | None]:
+    """Whether inputs are rounded, and what multiplies them where its weight lies in tiles."""
+    inner = linear.inner if isinstance(linear, RoundedLinear) else linear
+    return inner is not linear, inner if isinstance(inner, TiledLinear) else None
 
 
 def _outs(weight: TiledFp8, first: int, last: int) -> TiledFp8:
