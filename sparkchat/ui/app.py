@@ -231,7 +231,15 @@ class SparkApp(App[int]):
 
     def on_prompt_sent(self, event: Prompt.Sent) -> None:
         self._quit_armed = False
-        self.chat.send(event.text)
+        self._send(event.text)
+
+    def _send(self, text: str) -> None:
+        """A line for the chat. A chosen token goes with the text it is part of, and when another question is asked."""
+        newest = self.chat.newest_id
+        self.chat.send(text)
+        token = self._token
+        if token is not None and (newest != self.chat.newest_id or token.section not in self.transcript.sections):
+            self._choose_token(None)
 
     def on_prompt_browsed(self, event: Prompt.Browsed) -> None:
         self.action_browse(event.where)
@@ -334,7 +342,7 @@ class SparkApp(App[int]):
 
         def chosen(chat_id: str | None) -> None:
             if chat_id is not None:
-                self.chat.send(f"/load {chat_id}")
+                self._send(f"/load {chat_id}")
 
         if not isinstance(self.screen, ChatsScreen):
             self.push_screen(ChatsScreen(keeper.store, words, keeper.id, self.config.ascii), chosen)
@@ -423,7 +431,7 @@ class SparkApp(App[int]):
             self.prompt.set_value(f"/{name} ")
             self.prompt.focus()
         else:
-            self.chat.send(f"/{name}")
+            self._send(f"/{name}")
 
     def _show(self) -> None:
         self.transcript.update_rows()

@@ -107,8 +107,10 @@ class Comparison:
         return rate / base if base and rate else None
 
     def text_note(self, run: Run) -> str:
-        """Whether the tokens are those of the first run."""
+        """Whether the tokens are those of the first run, or why nobody knows."""
         result, first = run.result, self.runs[0].result
+        if self.was_stopped and result is None:
+            return "stopped" if run.snapshot is not None else "not run: stopped"
         if result is None or first is None:
             return "-" if run is not self.runs[0] else "the reference"
         if result["finish_reason"] in ("error", "cancelled"):
@@ -160,7 +162,7 @@ class Comparison:
         sameness = (
             "Greedy: texts are the same up to numeric ties."
             if greedy
-            else "With a temperature the texts may differ from mode to mode; the law they are drawn from is the same."
+            else "Above temperature 0 texts differ, their law does not."
         )
         known = [(run.rate, run.mode) for run in self.done if run.rate]
         return f"Fastest here: {max(known)[1]}. {sameness}" if known else sameness

@@ -9,6 +9,7 @@ selectors, skin tones, flag letters) are left out or spelt, so that every termin
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -99,7 +100,12 @@ def in_columns(rows: Sequence[tuple[str, str]], width: int) -> str:
     left = max((text_width(first) for first, _ in rows), default=0)
     if width - left - 2 < 30:
         return "\n".join(f"{first}\n  {second}" if first else "" for first, second in rows)
-    return "\n".join(f"{first}{' ' * (left - text_width(first))}  {second}".rstrip() for first, second in rows)
+    lines = []
+    for first, second in rows:
+        begin, *rest = textwrap.wrap(second, width - left - 2, break_on_hyphens=False) or [""]
+        lines.append(f"{first}{' ' * (left - text_width(first))}  {begin}".rstrip())
+        lines += [" " * (left + 2) + each for each in rest]
+    return "\n".join(lines)
 
 
 class TerminalFilter:

@@ -28,7 +28,10 @@ def is_row(line: str) -> bool:
 def align_table(
     lines: Sequence[str], width: int, formatter: MarkdownFormatter, glyphs: Glyphs
 ) -> list[FormattedLine] | None:
-    """The rows of a table (head, delimiter, body) in columns, one shown row each; None when it does not fit."""
+    """The rows of a table (head, delimiter, body) in columns, one shown row each; None when it does not fit.
+
+    Where it is tight, the columns stand without blanks between them.
+    """
     if len(lines) > MAX_ROWS:
         return None
     spans = [_cells(line) for line in lines]
@@ -39,10 +42,11 @@ def align_table(
         for number, (line, row) in enumerate(zip(lines, spans, strict=True))
     ]
     widths = [max(_width(row[column]) for row in _body(cells) if column < len(row)) for column in range(len(spans[0]))]
-    if sum(widths) + 3 * (len(widths) - 1) > width:
+    blank = next((b for b in (" ", "") if sum(widths) + (1 + 2 * len(b)) * (len(widths) - 1) <= width), None)
+    if blank is None:
         return None
-    aligned = [_row(row, widths, glyphs) for row in cells]
-    aligned[1] = _ruler(widths, glyphs, len(lines[1]))
+    aligned = [_row(row, widths, blank, glyphs) for row in cells]
+    aligned[1] = _ruler(widths, blank, glyphs, len(lines[1]))
     return aligned
 
 
@@ -74,20 +78,21 @@ def _width(pieces: list[Piece]) -> int:
     return sum(text_width(piece.text) for piece in pieces)
 
 
-def _row(cells: list[list[Piece]], widths: list[int], glyphs: Glyphs) -> FormattedLine:
+def _row(cells: list[list[Piece]], widths: list[int], blank: str, glyphs: Glyphs) -> FormattedLine:
     pieces: list[Piece] = []
     at = 0
     for column, width in enumerate(widths):
         content = cells[column] if column < len(cells) else []
         if column:
-            pieces.append(Piece(f" {glyphs.vertical} ", "frame", at, at))
+            pieces.append(Piece(f"{blank}{glyphs.vertical}{blank}", "frame", at, at))
         pieces += content
         at = content[-1].end if content else at
         pieces.append(Piece(" " * (width - _width(content)), "", at, at))
     return FormattedLine(pieces, words=False, kind="table")
 
 
-def _ruler(widths: list[int], glyphs: Glyphs, source_len: int) -> FormattedLine:
-    joint = f"{glyphs.horizontal}{'+' if glyphs.vertical.isascii() else '┼'}{glyphs.horizontal}"
+def _ruler(widths: list[int], blank: str, glyphs: Glyphs, source_len: int) -> FormattedLine:
+    side = glyphs.horizontal * len(blank)
+    joint = f"{side}{'+' if glyphs.vertical.isascii() else '┼'}{side}"
     text = joint.join(glyphs.horizontal * width for width in widths)
     return FormattedLine([Piece(text, "frame", 0, source_len)], words=False, kind="table")

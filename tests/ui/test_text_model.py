@@ -12,7 +12,7 @@ from sparkchat.ui.document import Section
 from sparkchat.ui.glyphs import ASCII, UNICODE
 from sparkchat.ui.line import Line
 from sparkchat.ui.long_text import CHUNK, LongText
-from sparkchat.ui.safe_text import TerminalFilter, fit, text_width, visible
+from sparkchat.ui.safe_text import TerminalFilter, fit, in_columns, text_width, visible
 from sparkchat.ui.wrap import wrap
 
 HOSTILE = [
@@ -113,7 +113,8 @@ def test_marks_are_hidden_and_styles_are_given() -> None:
 def test_table_is_aligned_when_it_fits_and_as_written_when_not() -> None:
     source = "| name | n |\n|---|---|\n| long name | 1 |\nafter"
     assert rows(section(source, 40)) == ["name      │ n", "──────────┼──", "long name │ 1", "after"]
-    assert rows(section(source, 9))[0].startswith("| name")
+    assert rows(section(source, 11)) == ["name     │n", "─────────┼─", "long name│1", "after"]
+    assert rows(section(source, 10))[0].startswith("| name")
 
 
 def test_code_keeps_its_text_and_closes_only_at_its_own_fence() -> None:
@@ -253,3 +254,15 @@ def test_both_edges_of_a_block_know_its_code() -> None:
     made = section("a\n```py\nx\n\ny\n```\n```\n```\n~~~\ncut\nend")
     found = [made.code_at(line) for line in lines(made)]
     assert found == [None, "x\n\ny", None, None, None, "x\n\ny", "", "", "cut\nend", None, None]
+
+
+def test_what_is_explained_stays_in_its_column() -> None:
+    shown = in_columns([("/a", "one two " * 6), ("/long", "x"), ("", ""), ("/b", "w" * 50)], 40).split("\n")
+    assert shown == [
+        "/a     one two one two one two one two",
+        "       one two one two",
+        "/long  x",
+        "",
+        "/b     " + "w" * 33,
+        " " * 7 + "w" * 17,
+    ]

@@ -105,9 +105,13 @@ async def test_a_token_can_be_chosen_and_its_step_opened(chat: Open) -> None:
         await c.pilot.pause()
         assert f"{step + 1} of {c.app.chat._snapshot.num_steps} steps" in c.screen
         assert "rejected" in c.screen and "p(target)" in c.screen
-        await c.pilot.press("escape", "f3")
+        await c.pilot.press("escape")
+        await c.send("/stats")
         await c.pilot.pause()
-        assert "chosen by the target over" not in c.screen
+        assert "chosen by the target over" in c.screen
+        await c.send("/edit")
+        await c.pilot.pause()
+        assert "chosen by the target over" not in c.screen and c.app._token is None
 
 
 async def test_clicks_unfold_copy_and_explain(chat: Open) -> None:

@@ -184,6 +184,8 @@ async def test_a_comparison_can_be_stopped(chat: Open) -> None:
         await c.until(lambda: "comparing off" in c.status)
         await c.pilot.press("escape")
         assert "comparison stopped" in c.said
+        await c.pilot.pause()
+        assert "text not run: stopped" in c.screen
         await c.pilot.press("escape")
         await c.pilot.pause(0.1)
         await c.say("hello")
