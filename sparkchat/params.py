@@ -29,6 +29,7 @@ class SamplingParams:
     temperature: float = 0.0
     """0 means greedy."""
     top_p: float = 1.0
+    """1 means no limit, 0 the likeliest token alone."""
     top_k: int = 0
     """0 means no limit."""
     min_p: float = 0.0
@@ -69,7 +70,7 @@ class SamplingParams:
             return int(value)  # type: ignore[call-overload]
 
         need(0.0 <= number("temperature") <= 100.0, "temperature", self.temperature, "0 (greedy) to 100")
-        need(0.0 < number("top_p") <= 1.0, "top_p", self.top_p, "a number above 0 and at most 1")
+        need(0.0 <= number("top_p") <= 1.0, "top_p", self.top_p, "0 (the likeliest token alone) to 1 (all)")
         need(whole("top_k", self.top_k) >= 0, "top_k", self.top_k, "0 (no limit) or more")
         need(0.0 <= number("min_p") <= 1.0, "min_p", self.min_p, "0 to 1")
         need(number("repetition_penalty") > 0.0, "repetition_penalty", self.repetition_penalty, "a number above 0")
@@ -85,7 +86,7 @@ class SamplingParams:
                 f"at most max_tokens ({self.max_tokens})",
             )
         if self.seed is not None:
-            need(0 <= whole("seed", self.seed) < 2**63, "seed", self.seed, "0 to 2^63-1")
+            need(0 <= whole("seed", self.seed) < 2**64, "seed", self.seed, "0 to 2^64-1, or none for a fresh one")
         for text in self.stop:
             need(isinstance(text, str) and text != "", "stop", text, "a string of at least one character")
         for token_id, bias in self.logit_bias:

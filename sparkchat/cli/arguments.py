@@ -80,7 +80,9 @@ DraftTemperature = Annotated[
 Temperature = Annotated[
     float | None, _flag("--temperature", metavar="F", help="0 is greedy. Applied before the filters.")
 ]
-TopP = Annotated[float | None, _flag("--top-p", metavar="F", help="Keep the likeliest tokens up to this probability.")]
+TopP = Annotated[
+    float | None, _flag("--top-p", metavar="F", help="Keep the likeliest tokens up to this probability; 0: one.")
+]
 TopK = Annotated[int | None, _flag("--top-k", metavar="N", help="Keep the N likeliest tokens; 0 keeps all.")]
 MinP = Annotated[float | None, _flag("--min-p", metavar="F", help="Drop tokens below this share of the likeliest one.")]
 RepetitionPenalty = Annotated[

@@ -119,7 +119,7 @@ def _asked(
 def _seeded(sampling: SamplingParams, choice: int) -> SamplingParams:
     """The choices of one prompt are drawn from seeds in a row: the first has the one that was given."""
     seed = sampling.seed
-    return sampling if seed is None or not choice else replace(sampling, seed=(seed + choice) % 2**63)
+    return sampling if seed is None or not choice else replace(sampling, seed=(seed + choice) % 2**64)
 
 
 def _sampling(body: Body, default: SamplingParams, max_tokens: int | None) -> SamplingParams:

@@ -240,7 +240,7 @@ class _Reader:
             result={**result, "text": line["text"]} if _is_result(result) else None,
             was_stopped=line.get("was_stopped") is True,
         )
-        turn.seed = seed if isinstance(seed, int) and 0 <= seed < 2**63 else None
+        turn.seed = seed if isinstance(seed, int) and 0 <= seed < 2**64 else None
         return True
 
     def _at(self, number: Any) -> bool:

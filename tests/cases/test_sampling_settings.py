@@ -132,6 +132,20 @@ def test_penalties_count_the_prompt_only_where_their_rule_does(
 
 
 @pytest.mark.parametrize("mode", ["off", *MODES])
+def test_no_nucleus_at_all_is_the_likeliest_token_and_seeds_go_up_to_64_bits(
+    mode: str, mix_folders: dict[str, Path], runner: OpenRunner
+) -> None:
+    opened = runner(mix_folders["target"], mix_folders["half"])
+    line = {"prompt_ids": [301, 350], "mode": mode, "max_tokens": 12}
+    greedy, *drawn = opened.ids(
+        [line, *({**line, "temperature": 1.5, "top_p": 0, "seed": seed} for seed in (0, 2**64 - 1))]
+    )
+    assert drawn == [greedy, greedy]
+    last, again = opened.ids([{**line, "temperature": 1.5, "seed": 2**64 - 1}] * 2)
+    assert last == again
+
+
+@pytest.mark.parametrize("mode", ["off", *MODES])
 def test_dangerous_settings_are_refused_or_hold(mode: str, mix_folders: dict[str, Path], runner: OpenRunner) -> None:
     opened = runner(mix_folders["target"], mix_folders["oracle"])
     out_of_range, all_banned = opened.run(

@@ -249,7 +249,7 @@ def test_without_a_drafter_the_reason_is_handed_over(main: Cli, front: Front, st
         (("--max-tokens", "0"), ("--max-tokens 0", "1 or more")),
         (("--temperature", "-1"), ("--temperature", "0 (greedy)")),
         (("--temperature", "nan"), ("--temperature", "finite")),
-        (("--top-p", "0"), ("--top-p 0", "above 0")),
+        (("--top-p", "-0.1"), ("--top-p -0.1", "0 (the likeliest")),
         (("--seed", "-1"), ("--seed -1",)),
         (("--stop", ""), ("--stop",)),
         (("--min-tokens", "5", "--max-tokens", "3"), ("--min-tokens 5", "max_tokens (3)")),

@@ -92,6 +92,12 @@ def test_top_p_over_a_flat_vocabulary_goes_past_the_first_candidates(laws, top_p
     assert (got - want).abs().sum() < 1e-3
 
 
+def test_a_top_p_of_zero_keeps_the_first_of_the_likeliest(laws):
+    logits = torch.tensor([[1.0, 3.0, 3.0, 2.0], [0.0, 0.0, 0.0, 0.0]])
+    got = laws(logits, [1.0, 5.0], [0, 3], [0.0, 0.0], [0.0, 0.1])
+    assert got.tolist() == [[0.0, 1.0, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0]]
+
+
 def test_boundaries_count_as_reached_despite_rounding(laws):
     logits = torch.tensor([[0.2, 0.5, 0.3]]).log()
     assert torch.equal(laws(logits, [1.0], [0], [0.8], [0.0])[0] > 0, torch.tensor([False, True, True]))

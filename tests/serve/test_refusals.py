@@ -50,7 +50,7 @@ WRONG_FIELDS: list[tuple[str, Json, str]] = [
     (CHAT, {"messages": HI, "max_completion_tokens": CONTEXT + 1}, "max_completion_tokens"),
     (CHAT, {"messages": HI, "temperature": "warm"}, "temperature"),
     (CHAT, {"messages": HI, "temperature": 1000}, "temperature"),
-    (CHAT, {"messages": HI, "top_p": 0}, "top_p"),
+    (CHAT, {"messages": HI, "top_p": -0.1}, "top_p"),
     (CHAT, {"messages": HI, "top_k": -2}, "top_k"),
     (CHAT, {"messages": HI, "n": 0}, "n"),
     (CHAT, {"messages": HI, "n": True}, "n"),
