@@ -5,6 +5,7 @@ Shapes: N rows, d hidden size, H heads, c head dimension, G output groups.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from sparkchat.models.deepseek_v4.row_pass import RowPass
 from sparkchat.models.deepseek_v4.row_products import RowProducts
 from sparkchat.models.deepseek_v4.scope import Scope
 from sparkchat.models.deepseek_v4.sight import Sight
-from sparkchat.models.deepseek_v4.tile_products import TileProducts, in_parts, into_room
+from sparkchat.models.deepseek_v4.tile_products import TileProducts, in_parts, into_room, tiles_of
 
 
 class LatentAttention:
@@ -78,9 +79,15 @@ class LatentAttention:
             low_rank_norm=self._low_rank_norm.weight,
             out=low_rank,
         )
+        room.ahead.call(*self._joined().query_weights)
+        if pooled is not None:
+            self._compress_rows(pooled, layer, rows)
         has_choice = room.scores is not None and self._indexer is not None
         queries, index_queries = self._joined().of_low_ranks(low_rank, has_choice)
-        chosen = None if pooled is None else self._compress_rows(pooled, index_queries, layer, rows)
+        room.ahead.call(*self._last_weights)
+        chosen = None
+        if pooled is not None and index_queries is not None:
+            chosen = self._choose_entries(index_queries, pooled, layer, rows)
         heads = torch.empty((x.shape[0], self._sinks.shape[0], self._size), dtype=self._dtype, device=x.device)
         latent_attention(
             queries,
@@ -100,10 +107,8 @@ class LatentAttention:
         inner = self._inner(heads) if self._tiles is None else self._tiles.to_groups(heads)
         return in_parts(self._output, inner) if may_be_parts else into_room(self._output, inner, self._group)
 
-    def _compress_rows(
-        self, products: Pooled, index_queries: Tensor | None, layer: int, rows: RowPass
-    ) -> Tensor | None:
-        """Keep the rows' state, write entries that close, and choose among them: [N, k] where there may be more."""
+    def _compress_rows(self, products: Pooled, layer: int, rows: RowPass) -> None:
+        """Keep the rows' state, and write entries that close."""
         assert self._compressor is not None
         store, index, room = rows.store(self._ratio), rows.index_of(layer), rows.room
         assert store.raw is not None
@@ -119,17 +124,20 @@ class LatentAttention:
         rope = room.ropes[self._ratio]
         shape = PoolShape(self._ratio, self._indexer is not None, room.shapes[self._ratio].rope_dim, self._eps)
         compress_rows(pools, rows.positions, rows.rows, rows.starts, rows.span_starts, rope, shape)
-        if self._indexer is None or index_queries is None:
-            return None
+
+    def _choose_entries(self, index_queries: Tensor, products: Pooled, layer: int, rows: RowPass) -> Tensor:
+        """[N, k] the entries that rows attend to, where there may be more."""
+        store, index, room = rows.store(self._ratio), rows.index_of(layer), rows.room
+        assert self._indexer is not None and store.index_keys is not None
         assert products.weights is not None and room.scores is not None and room.chosen is not None
         choose_entries(
             index_queries,
             products.weights,
-            keys,
+            store.index_keys.data[index],
             rows.positions,
             rows.rows,
             rows.starts,
-            rope,
+            room.ropes[self._ratio],
             room.scores,
             room.chosen,
             self._indexer.shape,
@@ -142,6 +150,15 @@ class LatentAttention:
     def join_pools(self) -> None:
         """Move weights that are multiplied together into one piece of memory, once, before anything is captured."""
         self._joined()
+
+    @property
+    def first_weights(self) -> Sequence[Tensor]:
+        """What ``by_kernels`` multiplies by first."""
+        return self._joined().first_weights
+
+    @property
+    def _last_weights(self) -> Sequence[Tensor]:
+        return () if self._tiles is None else (self._tiles.inner.tiles, *tiles_of(self._output))
 
     def _joined(self) -> RowProducts:
         if self._products is None:

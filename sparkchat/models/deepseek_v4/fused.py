@@ -81,8 +81,10 @@ class FusedStack:
 
         for index, (layer, weights) in enumerate(zip(self._stack.layers, self._streams, strict=True)):
             before_attention, before_experts = layer.norms
+            self.room.ahead.call(*layer.attention.first_weights)
             read(weights[0], before_attention, index - 1, normed)
             output = self._parts(layer.attention.by_kernels(normed, index, rows, self._group.size == 1))
+            self.room.ahead.call(*layer.experts.first_weights)
             # The streams between the two sub-blocks of a layer are nobody's tap.
             read(weights[1], before_experts, -2, normed)
             may_be_parts = self._group.size == 1 or self._group.adds_parts
@@ -90,6 +92,7 @@ class FusedStack:
         taken = torch.empty_like(normed)
         hidden = torch.empty((count, width), device=streams.device)
         read(self._head, self._norm, len(self._stack.layers) - 1, hidden, taken)
+        self.room.ahead.join()
         return taken, hidden, streams, means
 
     def _parts(self, part: Tensor) -> Tensor | PartList:
