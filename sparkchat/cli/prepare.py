@@ -38,10 +38,13 @@ def prepare(ctx: typer.Context) -> RunConfig:
     refuse_impossible(options, model, drafter)
     refuse_pointless(ctx, options)
     _refuse_simulation(params.get("simulate_acceptance"), drafter)
-    refuse_too_large(options, model)
-    trace = trace_path(params.get("trace"), params.get("force", False))
     offline, num_requests = is_offline(params["offline"]), params.get("concurrency") or 1
-    if not offline and model.path is None and not is_on_disk(model.sources, paths):
+    is_here = model.path is not None or is_on_disk(model.sources, paths)
+    if is_here or not offline:
+        # What is neither here nor to be had is not found, whatever memory there is.
+        refuse_too_large(options, model)
+    trace = trace_path(params.get("trace"), params.get("force", False))
+    if not is_here and not offline:
         refuse_before_fetch(model, drafter, options, paths, num_requests)
         ensure_space_for_all([("model", model.sources), ("drafter", drafter.sources)], paths)
     with fetch_progress() as progress:

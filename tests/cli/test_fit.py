@@ -77,6 +77,12 @@ def test_a_model_that_cannot_fit_is_refused_with_numbers_and_nothing_is_fetched(
     assert hub.requests == []
 
 
+def test_what_is_not_here_and_may_not_be_fetched_is_not_found(machine: Callable[..., None], main: Cli) -> None:
+    machine(0, memory_gb=16)
+    done = main("run", "deepseek-v4-flash", "--offline", "hello")
+    assert (done.code, "sparkchat pull deepseek-v4-flash" in done.error) == (3, True)
+
+
 def test_batch_refuses_it_as_well(machine: Callable[..., None], hub: Hub, main: Cli) -> None:
     machine(0, memory_gb=16)
     done = main("batch", "deepseek-v4-flash")
