@@ -16,9 +16,11 @@ from torch import Tensor
 
 from sparkchat.kernels.experts import ExpertBuffers, TiledBank, TiledExperts
 from sparkchat.kernels.experts.kernel import launch_add_parts, launch_down, launch_gate_up
-from sparkchat.kernels.experts.plan import TRIED, ExpertPlan
-from sparkchat.kernels.experts.plan import plan_of as expert_plan_of
+from sparkchat.kernels.experts.plan import ExpertPlan, down_plan, gate_up_plan
+from sparkchat.kernels.experts.plan import tried as tried_for_experts
 from sparkchat.kernels.fp8 import TiledFp8
+from sparkchat.kernels.fp8.joint import JointPlan, JointProduct
+from sparkchat.kernels.fp8.joint_kernel import launch_joint
 from sparkchat.kernels.fp8.kernel import launch_fp8_linear
 from sparkchat.kernels.fp8.plan import Fp8Plan, tried
 from sparkchat.kernels.gate import Routing
@@ -26,15 +28,17 @@ from sparkchat.kernels.gate.kernel import launch_route
 from sparkchat.kernels.gemm import gemm_splits
 from sparkchat.kernels.gemm.kernel import launch_small_gemm
 from sparkchat.kernels.launch import overlap
+from sparkchat.kernels.tiles.packing import STEP
 
 D, WIDTH, EXPERTS, PER_ROW = 4096, 1024, 256, 6
 LINEARS = (
     ("wq_a and wkv", 1536, D, True),
     ("wq_b", 16384, 1024, False),
-    ("index wq_b", 8192, 1024, False),
+    ("wq_b and index wq_b", 24576, 1024, False),
     ("wo_a", D, D, False),
     ("wo_b", D, D, True),
     ("main_proj", D, 3 * D, True),
+    ("draft head", 64640, D, False),
 )
 """Outputs, inputs, whether the inputs may be summed in parts. wo_a: all groups of heads in one launch."""
 ROWS = (1, 6, 16, 64)
@@ -60,6 +64,54 @@ def linear_cases(make: Maker) -> Iterator[Case]:
             yield linear_case(
                 make, f"{name} {rows} rows", weights, plain, rows, plans if rows == 6 else plans[:1], has_parts
             )  # fmt: skip
+
+
+JOINT = (("input of a sparse layer", 2624, 2560), ("input of a dense layer", 1024, None))
+"""Outputs of the plain weight beside wq_a and wkv, and from where on they are added up."""
+
+
+def joint_cases(make: Maker) -> Iterator[Case]:
+    for name, plain, whole_from in JOINT:
+        size = 1536 * D + 2 * plain * D
+        products = [
+            JointProduct(tiles_of(make, 1536, D), make.half(plain, D), whole_from) for _ in range(make.sets(size))
+        ]
+        for rows in ROWS:
+            yield joint_case(make, f"{name} {rows} rows", products, rows, size)
+
+
+def joint_case(make: Maker, name: str, products: list[JointProduct], rows: int, size: int) -> Case:
+    x, plain = make.half(rows, D, scale=1.0), products[0].plain.shape[0]
+    whole = make.floats(rows, plain - products[0].whole_from)
+
+    def runner(plan: JointPlan) -> Run:
+        out = torch.empty((plan.codes.splits, rows, 1536), device=make.device)
+        to = torch.empty((plan.plain_splits, rows, plain), device=make.device)
+        return lambda i: launch_joint(x, products[i], out, to, whole, False, plan)
+
+    used = products[0].plan
+    plans = [used]
+    if rows == 6:
+        plans += [
+            JointPlan(Fp8Plan(4, splits, stages), plain_splits, plain_stages)
+            for splits, stages in ((used.codes.splits, 2), (used.codes.splits // 2, 2), (used.codes.splits, 1))
+            for plain_splits in (2, 4, 8)
+            for plain_stages in (2, 3, 4)
+        ]
+    variants = {
+        f"split {p.codes.splits} stages {p.codes.stages}, plain split {p.plain_splits} stages {p.plain_stages}": runner(
+            p
+        )
+        for p in dict.fromkeys(plans)
+    }
+
+    def apart(i: int) -> None:
+        codes, weight = products[i].codes, products[i].plain
+        launch_fp8_linear(x, codes, torch.empty((codes.splits(), rows, 1536), device=x.device), 1, False)
+        to = torch.empty((gemm_splits(weight), rows, plain), device=x.device)
+        launch_small_gemm(x, weight, to, None, None, "partials")
+
+    return Case(name, size, len(products), variants, apart)
 
 
 def linear_case(
@@ -128,19 +180,26 @@ def bytes_of(routings: list[Routing], make: Maker) -> tuple[int, int]:
 
 def expert_cases(make: Maker) -> Iterator[Case]:
     layer = Layer.make(make)
-    for rows in (*ROWS, 384):
+    # Of 1 and 64 rows the programs are those of 6, which are compiled first.
+    for rows in (6, 1, 16, 64, 384):
         routings = layer.routings(make, rows)
         space, x = ExpertBuffers.empty(rows, PER_ROW, layer.weights, HALF), make.half(rows, D, scale=1.0)
         if make.is_real:
             space.inner.normal_()
         first, second = bytes_of(routings, make)
-        for name, size, inputs, run in (
-            ("gate and up", first, D, gate_up(layer, x, routings, space)),
-            ("down", second, WIDTH, down(layer, routings, space)),
+        for name, size, used, steps, run in (
+            ("gate and up", first, gate_up_plan(2 * WIDTH, D), D // STEP, gate_up(layer, x, routings, space)),
+            ("down", second, down_plan(D, WIDTH), WIDTH // STEP, down(layer, routings, space)),
         ):
-            plans = dict.fromkeys((expert_plan_of(inputs), *(TRIED if rows in (6, 64) else ())))
-            variants = {f"warps {p.warps} stages {p.stages}": run(p) for p in plans}
+            plans = tried_for_experts(used, steps) if rows in (1, 6, 64) else [used]
+            variants = {named(p): run(p) for p in plans}
             yield Case(f"experts {name} {rows} rows", size, len(routings), variants)
+
+
+def named(plan: ExpertPlan) -> str:
+    words = [f"split {plan.split} pairs {plan.pairs} warps {plan.warps} stages {plan.stages}"]
+    words += [name for name, is_so in (("calls", plan.calls), ("early", not plan.is_late)) if is_so]
+    return " ".join([*words, f"next {plan.next_items}"] if plan.next_items else words)
 
 
 def gate_up(layer: Layer, x: Tensor, routings: list[Routing], space: ExpertBuffers) -> Callable[[ExpertPlan], Run]:
@@ -198,6 +257,7 @@ def _drop(value: Tensor) -> None:
 
 V4_GROUPS: dict[str, Callable[[Maker], Iterator[Case]]] = {
     "v4-fp8": linear_cases,
+    "v4-joint": joint_cases,
     "v4-experts": expert_cases,
     "v4-route": route_cases,
 }

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kernels.agreement import assert_same_sums
-from sparkchat.kernels.experts import ExpertBuffers, TiledBank, TiledExperts, add_parts, run_experts
+from sparkchat.kernels.experts import ExpertBuffers, TiledBank, TiledExperts, add_parts, plan, run_experts
 from sparkchat.kernels.experts.kernel import launch_add_parts, launch_down, launch_gate_up
 from sparkchat.kernels.experts.plan import ExpertPlan
 from sparkchat.kernels.experts.reference import dense_fp4, run_experts_reference
@@ -97,7 +97,8 @@ def test_against_the_reference(is_rounded: bool, device: torch.device) -> None:
     torch.testing.assert_close(got, want, atol=2e-2, rtol=2e-2 if is_rounded else 5e-3)
 
 
-def test_more_rows_than_a_tile_and_the_same_expert_twice(device: torch.device) -> None:
+def test_more_rows_than_a_tile_and_the_same_expert_twice(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "MOST_IN_FEW", 8)
     weights, x = experts_of(2, 128, 128, device), rows_of(18, 128, device)
     routing = routing_of([[1, 1], *[[1] * 2] * 8, *[[0, 1]] * 9], 2, device)
     assert routing.counts.tolist() == [3, 9, 27]
@@ -132,7 +133,8 @@ def test_two_banks_in_turn_are_pairs_of_tiles(device: torch.device) -> None:
         assert torch.equal(weight, ScaledWeight(bank[0][2], bank[1][2], (1, 32)).dense())
 
 
-def test_a_row_does_not_depend_on_the_rows_beside_it(device: torch.device) -> None:
+def test_a_row_does_not_depend_on_the_rows_beside_it(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "MOST_IN_FEW", 8)
     weights, x = experts_of(2, 512, 128, device), rows_of(10, 512, device)
     routing, alone = routing_of([[0, 1], *[[0, 0]] * 9], 2, device), routing_of([[0, 1]], 2, device)
     alone.weights.copy_(routing.weights[:1])
@@ -163,6 +165,21 @@ def test_steps_that_do_not_divide_among_the_warps(device: torch.device) -> None:
         launch_gate_up(x, weights, routing, got.inner, LIMIT, False, ExpertPlan(2, 1, 2, 2))
     run_experts_reference(x, weights, routing, want.inner, want.parts, LIMIT, False)
     torch.testing.assert_close(got.inner[:, :16], want.inner[:, :16], atol=2e-2, rtol=5e-3)
+
+
+@pytest.mark.parametrize("is_late", [True, False])
+def test_a_program_of_several_pairs_and_parts(is_late: bool, device: torch.device) -> None:
+    weights, x = experts_of(2, 256, 128, device), rows_of(2, 256, device)
+    routing = routing_of([[0, 1], [0, 1]], 2, device)
+    got, want = (ExpertBuffers.empty(2, 2, weights, x.dtype) for _ in range(2))
+    cut = ExpertPlan(2, 2, 4, 2, is_late=is_late)
+    with first_programs(1, device):
+        launch_gate_up(x, weights, routing, got.inner, LIMIT, False, cut)
+    run_experts_reference(x, weights, routing, want.inner, want.parts, LIMIT, False)
+    torch.testing.assert_close(got.inner[:, :32], want.inner[:, :32], atol=2e-2, rtol=5e-3)
+    with first_programs(1, device):
+        launch_down(want.inner, weights, routing, got.parts, False, replace(cut, split=1))
+    torch.testing.assert_close(got.parts[..., :64], want.parts[..., :64], atol=2e-2, rtol=5e-3)
 
 
 def test_parts_are_added_in_order(device: torch.device) -> None:

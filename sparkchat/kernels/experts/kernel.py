@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparkchat.kernels.experts.plan import ExpertPlan, most_items, plan_of, row_tile
+from sparkchat.kernels.experts.plan import ExpertPlan, down_plan, gate_up_plan, most_items, row_tile
 from sparkchat.kernels.experts.weights import TiledExperts
 from sparkchat.kernels.gate.routing import Routing
 from sparkchat.kernels.launch import launch, power_of_two, wait
@@ -69,7 +69,10 @@ def _gate_up(
         # Which experts are hit is not known yet; the shared one always is.
         if item < shared_items:
             call_ahead(shared_codes + tile.to(tl.int64) * (STEPS * 4096), PAIRS * STEPS, WARPS)
-    wait(PDL)
+    if PDL:
+        # In this order: what starts next may read, before it waits itself, what the router wrote.
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     word = tl.load(items_ptr + tl.minimum(tl.maximum(item - shared_items, 0), most_items - 1))
     items = shared_items + tl.load(counts_ptr)
     if item >= items:
@@ -119,13 +122,17 @@ def _down(
 ):  # fmt: skip
     tile, item = tl.program_id(0) * PAIRS, tl.program_id(1)
     at, out_at = tl.arange(0, SPLIT * ROWS) % ROWS, tl.arange(0, ROWS)
-    if PDL or CALLS:  # noqa: SIM102
-        if item < shared_items:
-            call_ahead(shared_codes + tile.to(tl.int64) * (STEPS * 4096), PAIRS * STEPS, WARPS)
-    wait(PDL)
+    # Gate and up let this start when the router had ended, so that its lists may be read before all else has.
     word = tl.load(items_ptr + tl.minimum(tl.maximum(item - shared_items, 0), most_items - 1))
     if item >= shared_items + tl.load(counts_ptr):
         return
+    if PDL or CALLS:
+        if item < shared_items:
+            call_ahead(shared_codes + tile.to(tl.int64) * (STEPS * 4096), PAIRS * STEPS, WARPS)
+        else:
+            ahead = ((word & 0xFFFF).to(tl.int64) * TILES + tile) * (STEPS * 2048)
+            call_bytes(codes_ptr + ahead, PAIRS * STEPS * 2048, WARPS)
+    wait(PDL)
     if item < shared_items:
         row, to_row = item * ROWS + at, item * ROWS + out_at
         is_out = to_row < num_rows
@@ -138,8 +145,6 @@ def _down(
     else:
         expert, first = word & 0xFFFF, word >> 16
         begin = (expert.to(tl.int64) * TILES + tile) * STEPS
-        if CALLS:
-            call_bytes(codes_ptr + begin * 2048, PAIRS * STEPS * 2048, WARPS)
         is_row, choice = _chosen_rows(expert, first, counts_ptr, lists_ptr, list_size, at)
         is_out, out_choice = _chosen_rows(expert, first, counts_ptr, lists_ptr, list_size, out_at)
         to = out_choice % PER_ROW * num_rows + out_choice // PER_ROW
@@ -176,7 +181,7 @@ def launch_gate_up(
 ) -> None:
     """inner [N * k + N, width] = what the down projections multiply: every choice's, then the shared expert's rows."""
     (rows, per_row), experts, (both, size) = routing.weights.shape, weights.count, weights.shared_gate_up.shape
-    plan, tile, tiles = plan or plan_of(both, size), row_tile(rows), both // (2 * OUTS)
+    plan, tile, tiles = plan or gate_up_plan(both, size), row_tile(rows), both // (2 * OUTS)
     bank, shared, shared_items = weights.gate_up, weights.shared_gate_up, -(-rows // tile)
     most = most_items(rows, per_row, experts)
     launch(
@@ -202,7 +207,7 @@ def launch_down(
 ) -> None:
     """parts [k + 1, N, d] = every choice's output, experts ascending, then the shared one's."""
     (rows, per_row), experts, (size, width) = routing.weights.shape, weights.count, weights.shared_down.shape
-    plan, tile, tiles = plan or plan_of(size, width), row_tile(rows), size // (2 * OUTS)
+    plan, tile, tiles = plan or down_plan(size, width), row_tile(rows), size // (2 * OUTS)
     bank, shared, shared_items = weights.down, weights.shared_down, -(-rows // tile)
     most = most_items(rows, per_row, experts)
     launch(
