@@ -59,9 +59,13 @@ class LiveChat(EngineSide):
 
     def send(self, text: str) -> None:
         """A line from the prompt: a command or a question."""
+        transcript = self._view.transcript
+        num_sections = len(transcript.sections)
         self._try(lambda: run_command(text, self) if is_command(text) else self.ask(without_escape(text)))
         self._say_problem()
-        self._view.transcript.update_rows()
+        if len(transcript.sections) > num_sections:
+            transcript.is_following = True  # what was asked for is seen, wherever one was reading
+        transcript.update_rows()
         self.refresh_bars()
 
     def ask(self, prompt: str) -> None:
