@@ -33,7 +33,7 @@ class Fp8Plan:
         return -(-(size // STEP) // self.splits)
 
 
-TRIED = ((4, 2), (4, 3), (4, 5), (8, 2), (8, 3), (2, 5))
+TRIED = ((4, 2), (4, 3), (4, 4), (8, 2), (8, 3), (8, 4), (16, 2), (2, 3), (2, 5))
 """Warps and stages."""
 _MOST_SHARED = 225_000
 
