@@ -70,7 +70,7 @@ class SamplingParams:
             return int(value)  # type: ignore[call-overload]
 
         need(0.0 <= number("temperature") <= 100.0, "temperature", self.temperature, "0 (greedy) to 100")
-        need(0.0 <= number("top_p") <= 1.0, "top_p", self.top_p, "0 (the likeliest token alone) to 1 (all)")
+        need(0.0 <= number("top_p") <= 1.0, "top_p", self.top_p, "0 (the likeliest token alone) up to at most 1")
         need(whole("top_k", self.top_k) >= 0, "top_k", self.top_k, "0 (no limit) or more")
         need(0.0 <= number("min_p") <= 1.0, "min_p", self.min_p, "0 to 1")
         need(number("repetition_penalty") > 0.0, "repetition_penalty", self.repetition_penalty, "a number above 0")

@@ -25,8 +25,16 @@ from sparkchat.params import CostTable, LoadSpec, SamplingParams
 from sparkchat.paths import Paths
 from sparkchat.profile import CALIBRATION, Profile, Setting
 
-SWITCHES = ("SPARKCHAT_MODEL", "SPARKCHAT_OFFLINE", "SPARKCHAT_DEBUG", "SPARKCHAT_API_KEY", "SPARKCHAT_ENGINE_KEY")
+SWITCHES = (
+    *("SPARKCHAT_MODEL", "SPARKCHAT_OFFLINE", "SPARKCHAT_DEBUG", "SPARKCHAT_API_KEY", "SPARKCHAT_ENGINE_KEY"),
+    *("SPARKCHAT_VERBOSE", "SPARKCHAT_COLOR", "SPARKCHAT_ASCII"),
+)
 """Variables beside those of the option table."""
+TYPED_ALONE = (
+    *("prompt_ids", "raw", "json", "jsonl", "plain", "resume", "trace", "force", "profile", "engine", "concurrency"),
+    *("dummy_weights", "simulate_acceptance"),
+)
+"""Options that belong to one command line, and have no variable."""
 
 _DEFAULTS: dict[str, Any] = {name: getattr(SamplingParams(), name) for name in SAMPLING} | {
     "mode": "static",
@@ -117,10 +125,14 @@ def _from_profile(profile: Profile | None) -> dict[str, Setting]:
 
 
 def misspelt_variables(environ: Mapping[str, str]) -> list[str]:
-    """One sentence for each SPARKCHAT_* variable that is unknown but close to a known one."""
+    """One sentence for each SPARKCHAT_* variable that is unknown but close to a known one, or to an option."""
     known = {option.variable for option in RESOLVED.values()} | set(SWITCHES)
     found = []
     for name in sorted(environ):
+        option = name.removeprefix("SPARKCHAT_").lower()
+        if name == f"SPARKCHAT_{option.upper()}" and option in TYPED_ALONE:
+            found.append(f"the environment variable {name} means nothing; type --{option.replace('_', '-')}")
+            continue
         near = nearest(name, known, cutoff=0.85) if name.startswith("SPARKCHAT_") and name not in known else None
         if near is not None:
             found.append(f"the environment variable {name} means nothing to sparkchat; did you mean {near}?")

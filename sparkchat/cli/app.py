@@ -80,4 +80,8 @@ def _usage_message(error: Any) -> str:
 def _value_given(error: Any) -> str:
     """The value that did not parse, which typer keeps in the cause and leaves out of the message."""
     problems = getattr(error.__cause__, "errors", None)
-    return f"; given was {printable(repr(problems()[0]['input']))}" if callable(problems) else ""
+    if not callable(problems):
+        return ""
+    given, variable = problems()[0]["input"], getattr(getattr(error, "param", None), "envvar", None)
+    place = f" in {variable}" if variable and os.environ.get(variable) == given else ""
+    return f"; given was {printable(repr(given))}{place}"

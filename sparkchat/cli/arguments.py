@@ -40,8 +40,8 @@ def is_typed(ctx: typer.Context, name: str) -> bool:
     return source is not None and source.name == "COMMANDLINE"
 
 
-def _flag(*names: str, help: str, metavar: str | None = None, panel: str | None = None) -> Any:
-    return typer.Option(*names, help=help, metavar=metavar, show_default=False, rich_help_panel=panel)
+def _flag(*names: str, help: str, metavar: str | None = None, variable: str | None = None) -> Any:
+    return typer.Option(*names, help=help, metavar=metavar, show_default=False, envvar=variable, show_envvar=False)
 
 
 Model = Annotated[
@@ -128,7 +128,7 @@ SimulateAcceptance = Annotated[
 Offline = Annotated[bool, _flag("--offline", help="Ask nothing of the network.")]
 Trace = Annotated[Path | None, _flag("--trace", metavar="FILE", help="Write every step to this file.")]
 Force = Annotated[bool, _flag("--force", help="Overwrite an existing trace file.")]
-Verbose = Annotated[bool, _flag("--verbose", help="Statistics on stderr.")]
+Verbose = Annotated[bool, _flag("--verbose", help="Statistics on stderr.", variable="SPARKCHAT_VERBOSE")]
 AsJson = Annotated[bool, _flag("--json", help="One JSON object on stdout.")]
 
 PAIR: dict[str, tuple[Any, Any]] = {

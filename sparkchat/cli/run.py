@@ -48,8 +48,16 @@ def run(
         ),
     ] = None,
     plain: Annotated[bool, typer.Option("--plain", help="A line REPL instead of the full screen.")] = False,
-    color: Annotated[str, typer.Option("--color", metavar="WHEN", help="auto, always or never.")] = "auto",
-    ascii_: Annotated[bool, typer.Option("--ascii", help="Draw with ASCII characters only.")] = False,
+    color: Annotated[
+        str,
+        typer.Option(
+            "--color", metavar="WHEN", help="auto, always or never.", envvar="SPARKCHAT_COLOR", show_envvar=False
+        ),
+    ] = "auto",
+    ascii_: Annotated[
+        bool,
+        typer.Option("--ascii", help="Draw with ASCII characters only.", envvar="SPARKCHAT_ASCII", show_envvar=False),
+    ] = False,
 ) -> int:
     """Chat with MODEL, or answer PROMPT (after the text piped in, if any) and end."""
     ids = _token_ids(prompt_ids)
@@ -67,7 +75,7 @@ def run(
         config,
         prompt_ids=ids,
         output=_output(json_, jsonl),
-        color=_color(color),
+        color=_color(color, "--color" if a.is_typed(ctx, "color") else "SPARKCHAT_COLOR"),
         ascii=ascii_,
         resume=resume,
     )
@@ -169,9 +177,9 @@ def _output(as_json: bool, as_jsonl: bool) -> Output:
     return "json" if as_json else "jsonl" if as_jsonl else "text"
 
 
-def _color(word: str) -> Color:
+def _color(word: str, asked: str) -> Color:
     if word not in ("auto", "always", "never"):
-        raise UsageError(f"--color {word} is unknown; give auto, always or never")
+        raise UsageError(f"{asked} {word} is unknown; give auto, always or never")
     if word == "auto" and os.environ.get("NO_COLOR") is not None:
         return "never"
     return word  # type: ignore[return-value]

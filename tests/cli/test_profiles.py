@@ -202,20 +202,25 @@ def test_a_users_corrections_win_over_shipped_ones_kind_by_kind(main: Cli, write
         ("SPARKCHAT_MODE", "fast"),
         ("SPARKCHAT_IGNORE_EOS", "maybe"),
         ("SPARKCHAT_TOP_K", "1.5"),
+        ("SPARKCHAT_VERBOSE", "loud"),
+        ("SPARKCHAT_COLOR", "blue"),
     ],
 )
-def test_a_wrong_variable_is_named(main: Cli, monkeypatch: pytest.MonkeyPatch, variable: str, value: str) -> None:
+def test_a_wrong_variable_is_named(
+    main: Cli, model_folder: Path, monkeypatch: pytest.MonkeyPatch, variable: str, value: str
+) -> None:
     monkeypatch.setenv(variable, value)
-    done = main("show", "smollm2-135m", "--resolved")
+    done = main("run", model_folder, "--drafter", "none", "--prompt-ids", "1")
     assert (done.code, variable in done.error, value in done.error) == (2, True, True)
 
 
 def test_a_misspelt_variable_is_pointed_out(main: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPARKCHAT_TEMPRATURE", "1")
+    monkeypatch.setenv("SPARKCHAT_TRACE", "chat.spark.jsonl")
     monkeypatch.setenv("SPARKCHAT_HARNESS", "1")
     done = main("paths")
     assert done.code == 0
-    assert "did you mean SPARKCHAT_TEMPERATURE" in done.error
+    assert "did you mean SPARKCHAT_TEMPERATURE" in done.err and "type --trace" in done.err
     assert "HARNESS" not in done.err
 
 
