@@ -168,11 +168,29 @@ def test_experts(rows: int, is_rounded: bool, layer) -> None:  # type: ignore[no
 
 
 def test_a_row_of_experts_does_not_depend_on_the_rows_beside_it(layer) -> None:  # type: ignore[no-untyped-def]
-    x, logits = normal(70, D), torch.randn(70, EXPERTS, device=CUDA) * 2
+    # More than 128 rows go in tiles of sixteen.
+    x, logits = normal(140, D), torch.randn(140, EXPERTS, device=CUDA) * 2
     logits[:, 9] += 50
     together = mixed(x, layer, logits)[0]
-    for count in (1, 6, 8, 9, 64):
+    for count in (1, 6, 8, 9, 128, 130):
         assert torch.equal(mixed(x[:count].clone(), layer, logits[:count].clone())[0], together[:, :count]), count
+
+
+def test_how_experts_are_cut_changes_no_bit_where_the_parts_are_the_same(layer) -> None:  # type: ignore[no-untyped-def]
+    from dataclasses import replace
+
+    from sparkchat.kernels.experts.kernel import launch_down, launch_gate_up
+    from sparkchat.kernels.experts.plan import down_plan, gate_up_plan
+
+    x, logits = normal(6, D), torch.randn(6, EXPERTS, device=CUDA) * 2
+    parts, inner, routing = mixed(x, layer, logits)
+    first, second = gate_up_plan(2 * WIDTH, D), down_plan(D, WIDTH)
+    for pairs, warps in ((1, 2), (2, 2), (4, 4)):
+        again = [torch.full_like(t, float("nan")) for t in (inner, parts)]
+        cut = {"pairs": pairs, "warps": max(warps, first.split), "calls": pairs != 2, "stages": 2 + pairs % 3}
+        launch_gate_up(x, layer, routing, again[0], LIMIT, False, replace(first, **cut))
+        launch_down(inner, layer, routing, again[1], False, replace(second, **{**cut, "warps": min(warps, pairs)}))
+        assert torch.equal(again[0], inner) and torch.equal(again[1], parts)
 
 
 def test_a_mixture_in_a_graph_with_overlap_has_the_same_bits(layer) -> None:  # type: ignore[no-untyped-def]

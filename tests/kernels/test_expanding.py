@@ -45,8 +45,8 @@ def run(text: str, given: dict[str, int]) -> dict[str, int]:
         elif operation == "shr.u32":
             result = a >> more[0]
         elif operation == "lop3.b32":
-            assert more[2] in (0xEA, 0xE4)  # (a and b) or c; from a where c, from b elsewhere
-            result = a & more[0] | more[1] if more[2] == 0xEA else a & more[1] | more[0] & ~more[1]
+            assert more[2] == 0xE4  # from a where c, from b elsewhere
+            result = a & more[1] | more[0] & ~more[1]
         elif operation == "mul.rn.bf16x2":
             pair = torch.tensor([[x & 0xFFFF, x >> 16] for x in (a, more[0])], dtype=torch.int32).to(torch.uint16)
             product = (pair[0].view(torch.bfloat16).float() * pair[1].view(torch.bfloat16).float()).to(torch.bfloat16)
@@ -96,7 +96,8 @@ def test_fp8_codes_give_their_numbers() -> None:
             for half in range(2):
                 after = run(EXPAND_FP8, {"$2": int(tiles[row % 8, lane, row // 8, half]) & WORD})
                 at = 8 * lane + 4 * half
-                assert numbers(after, 2) == codes[row, at : at + 4].float().tolist()
+                raw = torch.tensor(numbers(after, 2), dtype=torch.float64)
+                assert torch.equal(raw * 2.0**120, codes[row, at : at + 4].double())
 
 
 def test_packing_is_undone_by_unpacking() -> None:

@@ -12,7 +12,8 @@ A word of 8 fp4 codes holds two halves of 16 bits, of inputs 0 2 4 6 and 1 3 5 7
 where a bfloat16 has its sign and the end of its exponent (bit 15, bits 8 to 6), code 1 lies four bits lower. The bits
 of codes 2 and 3 stand in what is left so that two shifts bring both to those same places (``EXPAND_FP4``): nine
 instructions for eight codes.
-A word of 4 fp8 codes has codes 0 2 1 3 in bytes 0 to 3, so that a pair lies in matching places of the two halves.
+A word of 4 fp8 codes holds two halves too, of inputs 0 2 and 1 3. Code 0 has its bits where a bfloat16 has them (15 and
+10 to 4), code 1 in what is left so that two shifts bring it there (``EXPAND_FP8``).
 
 Two tiles lie side by side, step by step, so that a program reads one stream:
 
@@ -33,32 +34,33 @@ FP4_BLOCK, FP8_BLOCK = (1, 32), (128, 128)
 MOST_FP4_SCALE = 128
 """The largest e8m0 byte (2.0) that the product folds into bfloat16 without overflow."""
 
-_BITS = ((6, 7, 8, 15), (2, 3, 4, 11), (12, 5, 14, 13), (0, 1, 10, 9))
-"""Where the four bits of codes 0 to 3 of a half word lie, lowest first; the fourth is the sign."""
+_FP4_BITS = ((6, 7, 8, 15), (2, 3, 4, 11), (12, 5, 14, 13), (0, 1, 10, 9))
+_FP8_BITS = ((4, 5, 6, 7, 8, 9, 10, 15), (0, 1, 2, 3, 12, 13, 14, 11))
+"""Where the bits of the codes of a half word lie, lowest first; the last is the sign."""
 
 
 def pack_fp4(codes: Tensor) -> Tensor:
     """codes [..., out, in/2] int8 as published (even input in the low four bits) -> [..., pairs, steps, 2, 1024]"""
     *lead, out, width = codes.shape
     _check(out, 2 * width)
-    table = _spread(codes.device)
-    raw = codes.view(torch.uint8).unflatten(-1, (width // 4, 4))
-    words = table[0][raw[..., 0].int()]
-    for code in range(1, 4):
-        words |= table[code][raw[..., code].int()]
+    bits = [(half + [16 + at for at in half]) for half in map(list, _FP4_BITS)]
+    words = _words(codes.view(torch.uint8), bits)
     # [..., pair, tile, output half, g, step, 64 inputs, 32 inputs, t, byte]
     rows = words.view(torch.uint8).reshape(*lead, out // 32, 2, 2, 8, width // 64, 2, 2, 4, 4)
     return _moved(rows, _FP4_ORDER).flatten(-6).view(torch.int8)
 
 
-def _spread(device: torch.device) -> Tensor:
-    """[4, 256] int32: the word with the two codes of a byte in places 0 to 3 of its halves"""
-    byte = torch.arange(256, dtype=torch.int32, device=device)
-    table = torch.zeros((4, 256), dtype=torch.int32, device=device)
-    for code in range(4):
-        for bit, at in enumerate(_BITS[code]):
-            table[code] |= (byte >> bit & 1) << at | (byte >> (4 + bit) & 1) << (16 + at)
-    return table
+def _words(raw: Tensor, bits: list[list[int]]) -> Tensor:
+    """raw [..., 4 n] uint8 -> [..., n] int32: in word n the bits of byte 4 n + i, lowest first, at ``bits[i]``"""
+    byte = torch.arange(256, dtype=torch.int32, device=raw.device)
+    fours = raw.unflatten(-1, (-1, 4))
+    words = torch.zeros(fours.shape[:-1], dtype=torch.int32, device=raw.device)
+    for number, places in enumerate(bits):
+        table = torch.zeros_like(byte)
+        for bit, at in enumerate(places):
+            table |= (byte >> bit & 1) << at
+        words |= table[fours[..., number].int()]
+    return words
 
 
 def unpack_fp4(tiles: Tensor) -> Tensor:
@@ -69,7 +71,7 @@ def unpack_fp4(tiles: Tensor) -> Tensor:
     halves = rows[..., 0] | rows[..., 1] << 8
     nibbles = torch.zeros((*lead, pairs * 32, steps * 16, 4, 2), dtype=torch.int32, device=tiles.device)
     for code in range(4):
-        for bit, at in enumerate(_BITS[code]):
+        for bit, at in enumerate(_FP4_BITS[code]):
             nibbles[..., code, :] |= (halves >> at & 1) << bit
     # Input 2i is code i of half 0, input 2i + 1 of half 1: the low and the high four bits of byte i.
     return (nibbles[..., 0] | nibbles[..., 1] << 4).to(torch.uint8).flatten(-2).view(torch.int8)
@@ -91,16 +93,24 @@ def pack_fp8(codes: Tensor) -> Tensor:
     """codes [..., out, in] float8_e4m3fn -> [..., pairs, steps, 2, 2048] int8"""
     *lead, out, size = codes.shape
     _check(out, size)
-    # [..., pair, tile, output half, g, step, 32 inputs, t, 4 inputs, pair, in pair]
-    rows = codes.view(torch.int8).reshape(*lead, out // 32, 2, 2, 8, size // STEP, 4, 4, 2, 2, 2)
-    return _moved(rows, _FP8_ORDER).flatten(-7)
+    first, second = map(list, _FP8_BITS)
+    words = _words(codes.view(torch.uint8), [first, [16 + at for at in first], second, [16 + at for at in second]])
+    # [..., pair, tile, output half, g, step, 32 inputs, t, 4 inputs, byte]
+    rows = words.view(torch.uint8).reshape(*lead, out // 32, 2, 2, 8, size // STEP, 4, 4, 2, 4)
+    return _moved(rows, _FP8_ORDER).flatten(-6).view(torch.int8)
 
 
 def unpack_fp8(tiles: Tensor) -> Tensor:
     """What ``pack_fp8`` was given."""
     *lead, pairs, steps, _, _ = tiles.shape
-    rows = _moved_back(tiles.reshape(*lead, pairs, steps, 2, 4, 8, 4, 2, 2, 2, 2), _FP8_ORDER)
-    return rows.reshape(*lead, pairs * 32, steps * STEP).contiguous().view(torch.float8_e4m3fn)
+    rows = _moved_back(tiles.view(torch.uint8).reshape(*lead, pairs, steps, 2, 4, 8, 4, 2, 2, 4), _FP8_ORDER)
+    halves = rows.reshape(*lead, pairs * 32, steps * 32, 2, 2).to(torch.int32)
+    halves = halves[..., 0] | halves[..., 1] << 8
+    codes = torch.zeros((*lead, pairs * 32, steps * 32, 2, 2), dtype=torch.int32, device=tiles.device)
+    for code in range(2):
+        for bit, at in enumerate(_FP8_BITS[code]):
+            codes[..., code, :] |= (halves >> at & 1) << bit
+    return codes.to(torch.uint8).flatten(-3).view(torch.float8_e4m3fn)
 
 
 def pack_fp8_scales(scales: Tensor, out: int) -> Tensor:
@@ -127,7 +137,7 @@ def fits(out: int, size: int) -> bool:
 
 
 _FP4_ORDER = (0, 4, 1, 5, 3, 7, 2, 6, 8)
-_FP8_ORDER = (0, 4, 1, 5, 3, 6, 2, 7, 9, 8)
+_FP8_ORDER = (0, 4, 1, 5, 3, 6, 2, 7, 8)
 """Which of the dimensions of rows come first in memory."""
 
 

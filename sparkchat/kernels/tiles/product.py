@@ -52,27 +52,25 @@ mul.rn.bf16x2 $2, c, $5;
 mul.rn.bf16x2 $3, d, $5;
 }"""
 )
-# e4m3 to bfloat16 in the same way: 2^120 too small, which is 0x7B80 as a bfloat16.
+# e4m3 to bfloat16 in the same way: 2^120 too small.
 EXPAND_FP8 = """{
-.reg .b32 a, b, m, f;
-shl.b32 a, $2, 8;
-shl.b32 m, $2, 4;
-and.b32 m, m, 0x07F007F0;
-lop3.b32 a, a, 0x80008000, m, 0xEA;
-shr.u32 m, $2, 4;
-and.b32 m, m, 0x07F007F0;
-lop3.b32 b, $2, 0x80008000, m, 0xEA;
-mov.b32 f, 0x7B807B80;
-mul.rn.bf16x2 $0, a, f;
-mul.rn.bf16x2 $1, b, f;
+.reg .b32 a, b, r;
+and.b32 a, $2, 0x87F087F0;
+shl.b32 b, $2, 4;
+shr.u32 r, $2, 4;
+lop3.b32 b, b, r, 0x80F080F0, 0xE4;
+and.b32 b, b, 0x87F087F0;
+mov.b32 $0, a;
+mov.b32 $1, b;
 }"""
 _FP4_ASM, _FP4_TIMES_ASM = tl.constexpr(EXPAND_FP4), tl.constexpr(EXPAND_FP4_TIMES)
 _FP8_ASM = tl.constexpr(EXPAND_FP8)
 _CALL_ASM = tl.constexpr(
     "{ .reg .pred p; setp.eq.u32 p, $3, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }"
 )
-_RAISED = tl.constexpr(2.0**100)
-"""What inputs are multiplied by where the factor comes after the product: codes 2^126 too small would lose digits."""
+_RAISED, _LACKING = tl.constexpr(2.0**100), tl.constexpr(2.0**20)
+"""What inputs are multiplied by, so that products of codes which are too small lose no digits, and what factors of fp8
+make up for. Inputs that are 2^28 or larger overflow, which shows."""
 
 
 @triton.jit
@@ -128,13 +126,17 @@ def _expand_fp4_times(words, scale, BATCH: tl.constexpr, TYPE: tl.constexpr):
 
 @triton.jit
 def _expand_fp8(words, BATCH: tl.constexpr, TYPE: tl.constexpr):
-    """words [B, 16, 16] bytes of 16 inputs -> [B, 16, 16]"""
+    """words [B, 16, 16] bytes of 16 inputs -> [B, 16, 16], 2^120 too small but where interpreted"""
     if INTERPRETED:
-        code = tl.reshape(tl.permute(tl.reshape(words, (BATCH, 16, 4, 2, 2)), (0, 1, 2, 4, 3)), (BATCH, 16, 16))
-        code = code.to(tl.int32) & 255
-        power, rest = (code >> 3) & 15, code & 7
+        byte = tl.arange(0, 4)
+        quads = tl.reshape(words, (BATCH, 16, 4, 4)).to(tl.int32) & 255
+        word = tl.sum(quads << (8 * byte)[None, None, None, :], axis=3)
+        brought = ((word << 4) & ~0x7F0F7F0F) | ((word >> 4) & 0x7F0F7F0F)
+        half = tl.where((byte < 2)[None, None, None, :], word[:, :, :, None], brought[:, :, :, None])
+        half = tl.reshape(half >> (16 * (byte % 2))[None, None, None, :], (BATCH, 16, 16))
+        power, rest = (half >> 7) & 15, (half >> 4) & 7
         size = tl.where(power == 0, rest * 0.001953125, (8 + rest) * tl.exp2((power - 10).to(tl.float32)))
-        return tl.where(code > 127, -size, size).to(TYPE)
+        return tl.where(((half >> 15) & 1) == 1, -size, size).to(TYPE)
     else:
         return tl.inline_asm_elementwise(_FP8_ASM, "=r,=r,r", [words], tl.bfloat16, True, 4)
 
@@ -344,6 +346,9 @@ def fp8_pairs(
         x = tl.load(x_at + step * 128, mask=is_x[:, None], other=0.0)
         if ROUND:
             x = round_e4m3(x)
+        if not INTERPRETED:
+            x = x * _RAISED
+            one_scale, two_scale = one_scale * _LACKING, two_scale * _LACKING
         groups = _row_groups(x, SPLIT, ROWS)
         one_sum = tl.zeros((BATCH, 16, ROWS), tl.float32)
         two_sum = tl.zeros((BATCH, 16, ROWS), tl.float32)
