@@ -92,6 +92,7 @@ class EngineClient:
                 pass_fds=(command_read, event_write),
                 start_new_session=True,
                 env=child_environment(),
+                cwd=None if _has_current_folder() else "/",
             )
         except OSError as error:
             self.close()
@@ -230,6 +231,15 @@ def child_environment() -> dict[str, str]:
     if not environment.keys() & _WAITING:
         environment["GOMP_SPINCOUNT"] = _SPINS
     return environment
+
+
+def _has_current_folder() -> bool:
+    """Libraries of torch cannot be loaded from a folder that was removed; every path of ours is absolute."""
+    try:
+        os.getcwd()
+    except OSError:
+        return False
+    return True
 
 
 def _describe_end(code: int, log: str) -> str:

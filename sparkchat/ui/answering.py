@@ -51,7 +51,14 @@ class Signals:
             return
         if number == signal.SIGINT:
             raise KeyboardInterrupt
-        raise Terminated(f"ended by {signal.Signals(number).name}")
+        raise _terminated(f"ended by {signal.Signals(number).name}", self.exit_code)
+
+
+def _terminated(message: str, exit_code: int) -> Terminated:
+    """With the code of the very signal: 143 for SIGTERM, 129 for SIGHUP."""
+    error = Terminated(message)
+    error.exit_code = exit_code
+    return error
 
 
 class Answerer:
@@ -148,4 +155,4 @@ class Answerer:
         if code == Interrupted.exit_code:
             raise KeyboardInterrupt
         if code is not None:
-            raise Terminated("ended by a signal while loading")
+            raise _terminated("ended by a signal while loading", code)

@@ -220,6 +220,17 @@ def test_a_library_in_the_current_folder_is_not_imported(tmp_path: Path, monkeyp
         assert "site-packages" in client.poll(60)[0]["file"]
 
 
+def test_the_engine_starts_where_the_current_folder_was_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "removed"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    folder.rmdir()
+    with play(monkeypatch, 'event({"event": "in", "folder": os.getcwd()})') as client:
+        assert client.poll(60)[0]["folder"] == "/"
+
+
 @pytest.mark.parametrize(
     ("given", "spins"),
     [({}, "5000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)],

@@ -88,13 +88,14 @@ def test_a_signal_keeps_the_partial_answer(output: str, number: signal.Signals, 
     assert b"Traceback" not in err
 
 
-def test_a_signal_while_loading_ends_at_once() -> None:
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_a_signal_while_loading_ends_at_once(number: signal.Signals, code: int) -> None:
     process = start(config={"verbose": True}, options={"load_seconds": 60})
     assert process.stderr is not None
     process.stderr.readline()
     before = time.monotonic()
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(10) == 143 and time.monotonic() - before < 4
+    process.send_signal(number)
+    assert process.wait(10) == code and time.monotonic() - before < 4
 
 
 def test_a_crash_is_one_line_and_70() -> None:
