@@ -14,6 +14,7 @@ from sparkchat.kernels.accept import AcceptBuffers
 from sparkchat.kernels.accept.kernel import launch_accept_block
 from sparkchat.kernels.markov import MarkovBuffers, markov_block
 from sparkchat.kernels.markov.kernel import launch_markov_block
+from sparkchat.kernels.markov.rows import RoundedRows
 from sparkchat.kernels.sampling import DrawSettings, Laws
 from sparkchat.kernels.sampling.kernel import uniform
 from sparkchat.kernels.sampling.reference import laws_reference, uniforms_reference
@@ -154,9 +155,14 @@ def block(vocab: int, device: torch.device, rank: int = 24, width: int = 3) -> d
     }
 
 
-@pytest.mark.parametrize(("vocab", "has_map", "has_filters"), [(200, True, False), (384, False, True)])
-def test_markov_block(vocab: int, has_map: bool, has_filters: bool, device: torch.device) -> None:
+@pytest.mark.parametrize(
+    ("vocab", "has_map", "has_filters", "is_rounded"),
+    [(200, True, False, False), (384, False, True, False), (200, False, False, True)],
+)
+def test_markov_block(vocab: int, has_map: bool, has_filters: bool, is_rounded: bool, device: torch.device) -> None:
     parts, settings = block(vocab, device), settings_of(SETTINGS, device)
+    if is_rounded:
+        parts["w2"] = RoundedRows.of(parts["w2"])
     mapping = torch.randperm(2 * vocab, device=device)[:vocab] if has_map else None
     hidden = torch.randn(len(SETTINGS), 3, 50, device=device)
     judge = (torch.randn(74, device=device), torch.randn(1, device=device))
@@ -179,6 +185,16 @@ def test_markov_block(vocab: int, has_map: bool, has_filters: bool, device: torc
     torch.testing.assert_close(got_base, want_base, atol=1e-4, rtol=1e-5)
     torch.testing.assert_close(got.confidence, want.confidence, atol=1e-4, rtol=1e-5)
     torch.testing.assert_close(got.laws.probabilities(), want.laws.probabilities(), atol=2e-5, rtol=1e-3)
+
+
+def test_rows_in_8_bits_are_within_their_rounding(device: torch.device) -> None:
+    rows = torch.randn(300, 64, device=device) * torch.logspace(-3, 2, 300, device=device)[:, None]
+    rows[7] = 0.0
+    rounded = RoundedRows.of(rows)
+    # Three bits behind the first: at most a sixteenth of a number, and a 448 * 512th of a row's largest.
+    most = rows.abs() / 16 + rows.abs().amax(dim=1, keepdim=True) / (448 * 512)
+    assert bool(((rounded.float() - rows).abs() <= most * 1.001).all())
+    assert rounded.shape == rows.shape and rounded.codes.nbytes == rows.numel()
 
 
 def test_without_a_sequential_head_drafts_come_from_the_base(device: torch.device) -> None:

@@ -21,7 +21,7 @@ LEAST_ROWS, MOST_ROWS = 16, 64
 
 
 @triton.jit
-def _widen(codes):
+def widen(codes):
     """float8_e4m3fn -> bfloat16, two at a time: the code's bits where a bfloat16 has them, times 2^120.
 
     Five instructions for two codes. The card's own conversion goes by way of float16 and needs two of the slowest kind
@@ -93,7 +93,7 @@ def _small_gemm(
         if HAS_SCALES:
             scale = tl.load(scale_row + (start_k + k) // 128, mask=is_out & (start_k + k < size_k), other=0.0)
             if WIDENS:
-                total += tl.dot(_widen(w), x) * scale[:, None]
+                total += tl.dot(widen(w), x) * scale[:, None]
             else:
                 total += tl.dot(w.to(x.dtype), x, input_precision="ieee") * scale[:, None]
         elif EXACT:

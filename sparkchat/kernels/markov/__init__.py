@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from sparkchat.kernels.markov.reference import markov_block_reference
+from sparkchat.kernels.markov.rows import RoundedRows
 from sparkchat.kernels.sampling import DrawSettings, Laws, LawScratch
 
 
@@ -39,7 +40,7 @@ class MarkovBuffers:
 def markov_block(
     base: Tensor,
     w1: Tensor | None,
-    w2: Tensor | None,
+    w2: Tensor | RoundedRows | None,
     anchors: Tensor,
     settings: DrawSettings,
     buffers: MarkovBuffers,
@@ -51,10 +52,11 @@ def markov_block(
 ) -> None:
     """Draw the g drafts of every request, left to right, and judge them.
 
-    base [R, g, Vd] float32, in place: the bias W2 W1[token before] is added. w1 [V, r], w2 [Vd, r]; both None without
-    a sequential head. anchors [R] int64: the token before the first draft. draft_to_target [Vd] int64. With hidden
-    [R, g, d] and ``confidence`` (weight [d] or [d + r] float32, bias [1] or None) the raw confidence logits. Every
-    draft is drawn from the law of ``settings``; peak is NaN in ``buffers.laws`` where logits are no numbers.
+    base [R, g, Vd] float32, in place: the bias W2 W1[token before] is added. w1 [V, r], w2 [Vd, r], which may be in 8
+    bits; both None without a sequential head. anchors [R] int64: the token before the first draft. draft_to_target [Vd]
+    int64. With hidden [R, g, d] and ``confidence`` (weight [d] or [d + r] float32, bias [1] or None) the raw confidence
+    logits. Every draft is drawn from the law of ``settings``; peak is NaN in ``buffers.laws`` where logits are no
+    numbers.
     ``fill``(k, the tokens before draft k) writes base[:, k] when it is needed, for a drafter that knows no sooner.
     """
     if not base.is_cuda:

@@ -15,7 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sparkchat.kernels.gemm.kernel import widen
 from sparkchat.kernels.launch import check_flat, launch, power_of_two, prefetch, starts_early, wait
+from sparkchat.kernels.markov.rows import RoundedRows
 from sparkchat.kernels.sampling import VOCAB_BLOCK, DrawSettings
 from sparkchat.kernels.sampling.kernel import (
     ROW_WARPS,
@@ -38,10 +40,11 @@ LEAST_STEP = 16
 
 @triton.jit
 def _add_bias(
-    base_ptr, w1_ptr, w2_ptr, previous_ptr, temperature_ptr, max_ptr, sum_ptr,
+    base_ptr, w1_ptr, w2_ptr, scales_ptr, previous_ptr, temperature_ptr, max_ptr, sum_ptr,
     requests, vocab, request_stride, previous_stride, num_blocks,
     RANK: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr, HAS_HEAD: tl.constexpr,
-    EXACT: tl.constexpr, PREFETCH_BYTES: tl.constexpr, PDL: tl.constexpr,
+    EXACT: tl.constexpr, HAS_SCALES: tl.constexpr, WIDENS: tl.constexpr, PREFETCH_BYTES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -63,10 +66,14 @@ def _add_bias(
             w2 = tl.load(w2_at, mask=inside[:, None] & (rank < RANK)[None, :], other=0.0)
             w1_at = w1_ptr + previous[None, :] * RANK + rank[:, None]
             w1 = tl.load(w1_at, mask=is_row[None, :] & (rank < RANK)[:, None], other=0.0)
+            if HAS_SCALES:
+                w2 = widen(w2) if WIDENS else w2.to(w1.dtype)
             if EXACT:
                 bias = tl.dot(w2, w1, bias, input_precision="ieee")
             else:
                 bias = tl.dot(w2, w1, bias)
+        if HAS_SCALES:
+            bias *= tl.load(scales_ptr + token, mask=inside, other=0.0)[:, None]
         z += bias
         tl.store(base, z, mask=inside[:, None] & is_row[None, :])
     temperature = divisor(tl.load(temperature_ptr + row, mask=is_row, other=1.0))
@@ -154,7 +161,7 @@ def _judge(
 def launch_markov_block(
     base: Tensor,
     w1: Tensor | None,
-    w2: Tensor | None,
+    w2: Tensor | RoundedRows | None,
     anchors: Tensor,
     settings: DrawSettings,
     buffers: MarkovBuffers,
@@ -165,12 +172,14 @@ def launch_markov_block(
 ) -> None:
     """See ``markov_block``."""
     requests, width, vocab = base.shape
-    check_flat(base, w1, w2, anchors, settings.temperature, buffers.tokens, buffers.index, draft_to_target)
+    scales, w2 = (w2.scales, w2.codes) if isinstance(w2, RoundedRows) else (None, w2)
+    check_flat(base, w1, w2, scales, anchors, settings.temperature, buffers.tokens, buffers.index, draft_to_target)
     scratch, laws, has_head = buffers.scratch, buffers.laws, w1 is not None and w2 is not None
     num_blocks = scratch.block_max.shape[1]
     rank = w2.shape[1] if w2 is not None else 16
     rows = max(LEAST_ROWS, min(MOST_ROWS, power_of_two(requests)))
-    exact = w2 is not None and w2.dtype == torch.float32
+    exact = w1 is not None and w1.dtype == torch.float32
+    widens = w1 is not None and w1.dtype == torch.bfloat16 and not triton.knobs.runtime.interpret
     row_bytes = 0 if w2 is None or not starts_early(is_streaming=True) else rank * w2.element_size()
     s = settings
     for k in range(width):
@@ -179,10 +188,12 @@ def launch_markov_block(
             fill(k, previous)
         launch(
             _add_bias, (num_blocks, -(-requests // rows)),
-            base[:, k], base if w1 is None else w1, base if w2 is None else w2, previous, s.temperature,
+            base[:, k], base if w1 is None else w1, base if w2 is None else w2, base if scales is None else scales,
+            previous, s.temperature,
             scratch.block_max, scratch.block_sum, requests, vocab, base.stride(0), previous.stride(0), num_blocks,
             RANK=rank, ROWS=rows, WIDTH=VOCAB_BLOCK, STEP=max(LEAST_STEP, min(128, power_of_two(rank))),
-            HAS_HEAD=has_head, EXACT=exact, PREFETCH_BYTES=row_bytes if has_head and row_bytes % 16 == 0 else 0,
+            HAS_HEAD=has_head, EXACT=exact, HAS_SCALES=scales is not None, WIDENS=widens,
+            PREFETCH_BYTES=row_bytes if has_head and row_bytes % 16 == 0 else 0,
             is_streaming=True, num_warps=4, num_stages=1 if exact else 3,
         )  # fmt: skip
         if scratch.near is not None:

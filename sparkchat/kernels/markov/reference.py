@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from sparkchat.kernels.markov.rows import RoundedRows
 from sparkchat.kernels.sampling import GREEDY_BELOW, DrawSettings, Laws
 from sparkchat.kernels.sampling.reference import DRAFT, draw_reference, laws_reference, uniforms_reference
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 def markov_block_reference(
     base: Tensor,
     w1: Tensor | None,
-    w2: Tensor | None,
+    w2: Tensor | RoundedRows | None,
     anchors: Tensor,
     settings: DrawSettings,
     buffers: MarkovBuffers,

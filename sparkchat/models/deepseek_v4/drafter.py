@@ -28,7 +28,7 @@ from sparkchat.models.deepseek_v4.row_sight import RowSight
 from sparkchat.models.deepseek_v4.scope import Scope
 from sparkchat.models.deepseek_v4.sight import Sight
 from sparkchat.models.deepseek_v4.stack import Stack
-from sparkchat.models.deepseek_v4.vocabulary import VocabularyHead, VocabularyRows
+from sparkchat.models.deepseek_v4.vocabulary import VocabularyHead, VocabularyRows, rows_for_drafts
 from sparkchat.models.dspark.drafter import BlockWeights
 from sparkchat.models.dspark.heads import ConfidenceHead, VanillaHead
 from sparkchat.models.rows import RowBatch
@@ -157,7 +157,7 @@ class DsparkDrafter:
     @cached_property
     def block_weights(self) -> BlockWeights:
         """What ``kernels.markov`` needs of the heads, W2 whole on every rank; all ranks ask for it together."""
-        w2 = self._group.join(self._markov_part.T.contiguous()).T.contiguous()
+        w2 = rows_for_drafts(self._group.join(self._markov_part.T.contiguous()).T.contiguous())
         return BlockWeights(self._target.head, self._markov.embedding, w2, self._confidence.parameters)
 
     def fuse(self, cache: ContextCache, most_rows: int, most_per_request: int) -> None:
@@ -167,6 +167,7 @@ class DsparkDrafter:
         """
         if not self._target.can_fuse:
             return
+        _ = self._target.draft_head
         room = self._target.row_room(cache, most_rows, most_per_request)
         self._fused = FusedStack(self._stack, self._streams_head, self._norm, room, self._group)
 
@@ -205,7 +206,7 @@ class DsparkDrafter:
     @torch.inference_mode()
     def base_logits(self, hidden: Tensor) -> Tensor:
         """hidden [M, d] -> [M, V] float32, before the sequential head."""
-        return self._target.logits(self._norm(hidden.float(), torch.float32))
+        return self._target.draft_logits(self._norm(hidden.float(), torch.float32))
 
     def initial_state(self, count: int) -> Tensor:
         """The sequential head keeps nothing between drafts."""

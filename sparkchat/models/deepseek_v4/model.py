@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -172,6 +173,16 @@ class DeepseekV4:
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [M, d] -> [M, V] float32"""
         return self.head(hidden.to(self.head.dtype))
+
+    @torch.inference_mode()
+    def draft_logits(self, hidden: Tensor) -> Tensor:
+        """As ``logits``, of a drafter's rows: maybe by a head in 8 bits (vocabulary.py says why that is right)."""
+        return self.draft_head(hidden.to(self.head.dtype))
+
+    @cached_property
+    def draft_head(self) -> VocabularyHead:
+        """What drafters multiply by; it must be made before anything is captured."""
+        return self.head.for_drafts() if self.is_packed else self.head
 
 
 def packed_name(config: DeepseekV4Config) -> str:

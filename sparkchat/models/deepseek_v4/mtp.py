@@ -254,6 +254,7 @@ class MtpDrafter:
         """
         if not self._target.can_fuse:
             return
+        _ = self._target.draft_head
         room = self._target.row_room(cache, most_rows, most_per_request)
         one = Stack.of([self._layer])
         self._fused = FusedStack(one, self._streams_head, self._norm, room, self._target.group)
@@ -298,7 +299,7 @@ class MtpDrafter:
     @torch.inference_mode()
     def base_logits(self, hidden: Tensor) -> Tensor:
         """hidden [M, d] -> [M, V] float32; zero where hidden is."""
-        return self._target.logits(self._norm(hidden.float(), torch.float32))
+        return self._target.draft_logits(self._norm(hidden.float(), torch.float32))
 
     def initial_state(self, count: int) -> MtpState | MtpRowState:
         """The state of the ``count`` blocks that ``backbone`` or ``draft_rows`` was last called with."""

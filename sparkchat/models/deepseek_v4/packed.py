@@ -46,14 +46,14 @@ class TiledLinear:
 
     kernel = "fp8-tiles"
 
-    def __init__(self, weight: TiledFp8, dtype: torch.dtype) -> None:
-        """``dtype`` of inputs and outputs."""
-        self.weight, self.dtype = weight, dtype
+    def __init__(self, weight: TiledFp8, dtype: torch.dtype, out_dtype: torch.dtype | None = None) -> None:
+        """``dtype`` of inputs, and of outputs where ``out_dtype`` is None."""
+        self.weight, self.dtype, self._out_dtype = weight, dtype, out_dtype or dtype
 
     def __call__(self, x: Tensor, is_long: bool = False) -> Tensor:
         if x.shape[0] > MOST_ROWS:
-            return F.linear(x, self.weight.dense().to(self.dtype))
-        out = torch.empty((x.shape[0], self.weight.shape[0]), dtype=self.dtype, device=x.device)
+            return F.linear(x, self.weight.dense().to(self.dtype)).to(self._out_dtype)
+        out = torch.empty((x.shape[0], self.weight.shape[0]), dtype=self._out_dtype, device=x.device)
         fp8_linear(x if x.stride(-1) == 1 else x.contiguous(), self.weight, out)
         return out
 

@@ -5,10 +5,27 @@ Shapes: N rows, V vocabulary, d width of a row.
 
 from __future__ import annotations
 
+import os
+
+import torch
 from torch import Tensor
 
+from sparkchat.kernels.fp8 import TiledFp8, takes
+from sparkchat.kernels.markov.rows import RoundedRows
+from sparkchat.models.deepseek_v4.formats import E4M3_MAX, FP8_BLOCK
+from sparkchat.models.deepseek_v4.packed import TiledLinear, has_kernels
 from sparkchat.models.linear import Linear
 from sparkchat.models.parallel import Group
+
+DRAFT_TABLES = "SPARKCHAT_DRAFT_TABLES"
+"""In the environment: ``stored`` leaves what drafters read over the vocabulary as it is stored; else it is rounded to
+8 bits where kernels multiply stored weights.
+
+A drafter's logits only make the law that its drafts are drawn from. Whether a draft is accepted is decided by that very
+law and the target's own logits, which are never rounded: greedy output stays the target's, sampled output has its law.
+"""
+_ROUNDED_OUTS = 8192
+"""Outputs that are rounded at a time, to a multiple of 128."""
 
 
 class VocabularyRows:
@@ -45,6 +62,42 @@ class VocabularyHead:
         self._part, self._group = part, group
         self.dtype, self.kernel = part.dtype, part.kernel
 
+    def for_drafts(self) -> VocabularyHead:
+        """What drafters multiply by: this head in 8 bits, in memory of its own, or itself (see ``DRAFT_TABLES``)."""
+        weight = getattr(self._part, "weight", None)
+        if not isinstance(weight, Tensor) or not rounds_drafts(weight):
+            return self
+        rounded = rounded_head(weight)
+        return self if rounded is None else VocabularyHead(TiledLinear(rounded, self.dtype, torch.float32), self._group)
+
     def __call__(self, x: Tensor, is_long: bool = False) -> Tensor:
         """x [n, d] -> [n, V] float32, on every rank"""
         return self._group.join(self._part(x, is_long).float())
+
+
+def rounds_drafts(weight: Tensor) -> bool:
+    """Whether a drafter takes ``weight`` in 8 bits."""
+    return has_kernels(weight.device, weight.dtype) and os.environ.get(DRAFT_TABLES) != "stored"
+
+
+def rows_for_drafts(rows: Tensor) -> Tensor | RoundedRows:
+    """W2 of a sequential head as its kernel reads it."""
+    return RoundedRows.of(rows) if rounds_drafts(rows) else rows
+
+
+def rounded_head(weight: Tensor) -> TiledFp8 | None:
+    """weight [n, d], each block of 128 x 128 by the scale that makes its largest number 448; None where it does not
+    lie in tiles."""
+    if not takes(weight[:0].to(torch.float8_e4m3fn).new_empty(weight.shape, device="meta"), FP8_BLOCK):
+        return None
+    codes = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=weight.device)
+    scales = []
+    for first in range(0, weight.shape[0], _ROUNDED_OUTS):
+        some = weight[first : first + _ROUNDED_OUTS].float()
+        padded = torch.nn.functional.pad(some, (0, 0, 0, -some.shape[0] % FP8_BLOCK[0]))
+        blocks = padded.unflatten(0, (-1, FP8_BLOCK[0])).unflatten(2, (-1, FP8_BLOCK[1]))
+        scale = blocks.abs().amax(dim=(1, 3)).clamp_(min=1e-30) / E4M3_MAX
+        scales.append(scale)
+        values = (blocks / scale[:, None, :, None]).flatten(2).flatten(0, 1)[: some.shape[0]]
+        codes[first : first + _ROUNDED_OUTS] = values.to(torch.float8_e4m3fn)
+    return TiledFp8.of(codes, torch.cat(scales))

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from sparkchat.errors import DamagedFile, UsageError
+from sparkchat.kernels.markov.rows import RoundedRows
 from sparkchat.models.base import ForwardBatch
 from sparkchat.models.dense import DecoderStack, DenseModel
 from sparkchat.models.dspark.backbone import Backbone
@@ -38,7 +39,7 @@ class BlockWeights:
     base: Linear
     w1: Tensor | None
     """[V, r]"""
-    w2: Tensor | None
+    w2: Tensor | RoundedRows | None
     """[Vd, r]"""
     confidence: tuple[Tensor, Tensor | None] | None
     """Weight [d] or [d + r] and bias [1], float32."""
