@@ -20,7 +20,7 @@ from sparkchat.cli.output import as_json, data, note, table
 from sparkchat.cli.prepare import prepare
 from sparkchat.client import child_environment
 from sparkchat.config import RunConfig
-from sparkchat.errors import EngineCrash, UsageError, error_from_name
+from sparkchat.errors import EngineCrash, SparkchatError, UsageError, error_from_name
 from sparkchat.params import GenerateRequest
 from sparkchat.sampling_kind import sampling_kind
 
@@ -90,7 +90,19 @@ def tune(
         as_json(report)
     else:
         _show(report)
+    _refuse_unkept(report)
     return 0
+
+
+def _refuse_unkept(report: dict[str, Any]) -> None:
+    """Raise SparkchatError where something was measured and could not be stored, which is what tuning is for."""
+    names = {"cost": "step costs", "sts": "confidence temperatures"}
+    lost = [words for name, words in names.items() if name in report and report[name]["file"] is None]
+    if lost:
+        raise SparkchatError(
+            f"{' and '.join(lost)} of {report['model']} were found, and could not be kept; "
+            "make the cache folder of `sparkchat paths` writable, or set XDG_CACHE_HOME"
+        )
 
 
 def _measure(run: EngineRun) -> dict[str, Any]:

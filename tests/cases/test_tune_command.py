@@ -12,6 +12,8 @@ import torch
 
 from cases.harness import parse_strict, sparkchat
 from fixtures import bigram
+from sparkchat.cli.tune import _refuse_unkept
+from sparkchat.errors import SparkchatError
 
 P = (0.2, 0.5, 0.3)
 Q = (0.45, 0.35, 0.2)
@@ -94,3 +96,9 @@ def test_what_cannot_be_tuned_is_refused(pair: tuple[Path, Path], args: tuple[st
     done = tuned(pair, *args)
     assert (done.code, done.out, done.err.count("\n")) == (code, "", 1)
     assert word in done.err
+
+
+def test_what_cannot_be_kept_is_an_error_and_shown_all_the_same() -> None:
+    _refuse_unkept({"model": "m", "cost": {"file": "/kept"}, "sts": {"file": "/kept"}})
+    with pytest.raises(SparkchatError, match=r"step costs of m were found.*could not be kept"):
+        _refuse_unkept({"model": "m", "cost": {"file": None}})
