@@ -7,11 +7,12 @@ Plans that win are written into sparkchat/kernels/{fp8,experts}/plan.py by hand;
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
-from kernel_inputs import HALF, Case, Maker, Run
+from kernel_inputs import HALF, Case, Maker, Run, logits_of, settings_of
 from torch import Tensor
 
 from sparkchat.kernels.experts import ExpertBuffers, TiledBank, TiledExperts
@@ -28,6 +29,9 @@ from sparkchat.kernels.gate.kernel import launch_route
 from sparkchat.kernels.gemm import gemm_splits
 from sparkchat.kernels.gemm.kernel import launch_small_gemm
 from sparkchat.kernels.launch import overlap
+from sparkchat.kernels.markov import MarkovBuffers
+from sparkchat.kernels.markov.kernel import BiasPlan, launch_markov_block
+from sparkchat.kernels.markov.rows import RoundedRows
 from sparkchat.kernels.tiles.packing import STEP
 
 D, WIDTH, EXPERTS, PER_ROW = 4096, 1024, 256, 6
@@ -188,18 +192,46 @@ def expert_cases(make: Maker) -> Iterator[Case]:
             space.inner.normal_()
         first, second = bytes_of(routings, make)
         for name, size, used, steps, run in (
-            ("gate and up", first, gate_up_plan(2 * WIDTH, D), D // STEP, gate_up(layer, x, routings, space)),
+            (
+                "gate and up",
+                first,
+                replace(gate_up_plan(2 * WIDTH, D), next_items=0),
+                D // STEP,
+                gate_up(layer, x, routings, space),
+            ),
             ("down", second, down_plan(D, WIDTH), WIDTH // STEP, down(layer, routings, space)),
         ):
             plans = tried_for_experts(used, steps) if rows in (1, 6, 64) else [used]
             variants = {named(p): run(p) for p in plans}
             yield Case(f"experts {name} {rows} rows", size, len(routings), variants)
+        yield Case(
+            f"experts, both {rows} rows", first + second, len(routings), dict(both_launches(layer, x, routings, space))
+        )
+
+
+def both_launches(layer: Layer, x: Tensor, routings: list[Routing], space: ExpertBuffers) -> Iterator[tuple[str, Run]]:
+    """What gate and up may do for down shows here alone."""
+    used = gate_up_plan(2 * WIDTH, D)
+    for next_items in dict.fromkeys((used.next_items, 0, 2, 4, 8, 16)):
+        first = gate_up(layer, x, routings, space)(replace(used, next_items=next_items))
+        second = down(layer, routings, space)(down_plan(D, WIDTH))
+
+        def run(i: int, first: Run = first, second: Run = second) -> None:
+            first(i)
+            second(i)
+
+        def overlapped(i: int, run: Run = run) -> None:
+            with overlap():
+                run(i)
+
+        yield f"next {next_items}", run
+        yield f"next {next_items} overlapped", overlapped
 
 
 def named(plan: ExpertPlan) -> str:
     words = [f"split {plan.split} pairs {plan.pairs} warps {plan.warps} stages {plan.stages}"]
     words += [name for name, is_so in (("calls", plan.calls), ("early", not plan.is_late)) if is_so]
-    return " ".join([*words, f"next {plan.next_items}"] if plan.next_items else words)
+    return " ".join(words)
 
 
 def gate_up(layer: Layer, x: Tensor, routings: list[Routing], space: ExpertBuffers) -> Callable[[ExpertPlan], Run]:
@@ -251,6 +283,33 @@ def route_cases(make: Maker) -> Iterator[Case]:
         yield Case(f"a layer's mixture {rows} rows", size, 1, {"used": whole, "overlapped": overlapped})
 
 
+def draft_cases(make: Maker) -> Iterator[Case]:
+    """The sequential head of a block over the whole vocabulary, W2 as it is stored and in 8 bits."""
+    vocab, rank, width = 129280, 256, 5
+    for requests in (1, 8):
+        base, w1, w2 = logits_of(make, requests, width, vocab), make.half(vocab, rank), make.half(vocab, rank)
+        codes = torch.empty(vocab, rank, dtype=torch.float8_e4m3fn, device=make.device)
+        tables = {"stored": w2, "8 bits": RoundedRows(codes.copy_(w2) if make.is_real else codes, make.floats(vocab))}
+        anchors = torch.zeros(requests, dtype=torch.int64, device=make.device)
+        settings, buffers = settings_of(make, requests, (1.0, 0, 1.0)), MarkovBuffers.empty(base)
+
+        def run(i: int, w2: Tensor | RoundedRows, plan: BiasPlan, fixed=(base, w1, anchors, settings, buffers)) -> None:  # type: ignore[no-untyped-def]
+            base, w1, anchors, settings, buffers = fixed
+            launch_markov_block(base, w1, w2, anchors, settings, buffers, None, None, None, plan=plan)
+
+        variants = {
+            f"{name}, step {p.step} warps {p.warps} stages {p.stages}": partial(run, w2=table, plan=p)
+            for p in (BiasPlan(), *(BIAS_PLANS if requests == 1 else ()))
+            for name, table in tables.items()
+        }
+        yield Case(f"markov block {requests}x{width}", width * vocab * (rank + 8 * requests), 1, variants)
+
+
+BIAS_PLANS = tuple(
+    BiasPlan(*each) for each in ((128, 4, 2), (64, 4, 3), (64, 4, 4), (128, 8, 2), (256, 8, 1), (256, 4, 1))
+)
+
+
 def _drop(value: Tensor) -> None:
     del value
 
@@ -258,6 +317,7 @@ def _drop(value: Tensor) -> None:
 V4_GROUPS: dict[str, Callable[[Maker], Iterator[Case]]] = {
     "v4-fp8": linear_cases,
     "v4-joint": joint_cases,
+    "v4-draft": draft_cases,
     "v4-experts": expert_cases,
     "v4-route": route_cases,
 }

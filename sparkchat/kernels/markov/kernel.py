@@ -8,6 +8,7 @@ of a whole vocabulary in a few thousand numbers.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -36,6 +37,16 @@ if TYPE_CHECKING:
 LEAST_ROWS, MOST_ROWS = 16, 32
 LEAST_STEP = 16
 """Ranks that are summed at a time: a matrix instruction takes no fewer, and what is beyond the rank is zero."""
+
+
+@dataclass(frozen=True)
+class BiasPlan:
+    """How the product with W2 is run; what it comes out as depends on ``step`` alone."""
+
+    step: int = 128
+    """Ranks that are summed at a time."""
+    warps: int = 4
+    stages: int = 3
 
 
 @triton.jit
@@ -169,8 +180,9 @@ def launch_markov_block(
     hidden: Tensor | None,
     confidence: tuple[Tensor, Tensor | None] | None,
     fill: Callable[[int, Tensor], None] | None = None,
+    plan: BiasPlan = BiasPlan(),
 ) -> None:
-    """See ``markov_block``."""
+    """See ``markov_block``. ``plan`` stands in for the usual one, for measuring."""
     requests, width, vocab = base.shape
     scales, w2 = (w2.scales, w2.codes) if isinstance(w2, RoundedRows) else (None, w2)
     check_flat(base, w1, w2, scales, anchors, settings.temperature, buffers.tokens, buffers.index, draft_to_target)
@@ -191,10 +203,10 @@ def launch_markov_block(
             base[:, k], base if w1 is None else w1, base if w2 is None else w2, base if scales is None else scales,
             previous, s.temperature,
             scratch.block_max, scratch.block_sum, requests, vocab, base.stride(0), previous.stride(0), num_blocks,
-            RANK=rank, ROWS=rows, WIDTH=VOCAB_BLOCK, STEP=max(LEAST_STEP, min(128, power_of_two(rank))),
+            RANK=rank, ROWS=rows, WIDTH=VOCAB_BLOCK, STEP=max(LEAST_STEP, min(plan.step, power_of_two(rank))),
             HAS_HEAD=has_head, EXACT=exact, HAS_SCALES=scales is not None, WIDENS=widens,
             PREFETCH_BYTES=row_bytes if has_head and row_bytes % 16 == 0 else 0,
-            is_streaming=True, num_warps=4, num_stages=1 if exact else 3,
+            is_streaming=True, num_warps=plan.warps, num_stages=1 if exact else plan.stages,
         )  # fmt: skip
         if scratch.near is not None:
             launch_select(base[:, k], base.stride(0), requests, scratch, scratch.near, s, vocab)
