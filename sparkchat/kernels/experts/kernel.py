@@ -54,13 +54,13 @@ def _activate(gate, up, limit):
     return gate / (1.0 + tl.exp(-gate)) * up
 
 
-@triton.jit(do_not_specialize=["num_rows", "list_size", "shared_items", "most_items"])
+@triton.jit(do_not_specialize=["num_rows", "list_size", "shared_items", "most_items", "next_items"])
 def _gate_up(
     x_ptr, codes_ptr, scales_ptr, shared_codes, shared_scales, items_ptr, counts_ptr, lists_ptr, weights_ptr, inner_ptr,
-    down_codes, down_shared, num_rows, list_size, shared_items, most_items, x_stride, limit,
+    down_codes, down_shared, num_rows, list_size, shared_items, most_items, next_items, x_stride, limit,
     PER_ROW: tl.constexpr, TILES: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr,
     SPLIT: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr, SHARED_STAGES: tl.constexpr, LATE: tl.constexpr,
-    CALLS: tl.constexpr, NEXT: tl.constexpr, DOWN_CODES: tl.constexpr, ROUND: tl.constexpr, PDL: tl.constexpr,
+    CALLS: tl.constexpr, DOWN_CODES: tl.constexpr, ROUND: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # A pair of tiles is one of gate and one of up. Row n of part s lies at s * ROWS + n.
     tile, item = tl.program_id(0) * PAIRS, tl.program_id(1)
@@ -99,14 +99,13 @@ def _gate_up(
             scales_ptr + begin * 128, STEPS, ROWS, PAIRS, SPLIT, STAGES, LATE, ROUND,
         )  # fmt: skip
         value = _activate(gate, up, limit) * weight[None, None, :]
-    if NEXT > 0:
-        # What is read last is what the next launch reads first.
-        later = items - 1 - item
-        if later < NEXT:
-            _call_item(
-                tl.program_id(0), later, shared_items, items_ptr, down_codes, down_shared, DOWN_CODES,
-                TILES // PAIRS, WARPS,
-            )  # fmt: skip
+    # What is read last is what the next launch reads first.
+    later = items - 1 - item
+    if later < next_items:
+        _call_item(
+            tl.program_id(0), later, shared_items, items_ptr, down_codes, down_shared, DOWN_CODES,
+            TILES // PAIRS, WARPS,
+        )  # fmt: skip
     out_tile = tile + tl.arange(0, PAIRS)[:, None, None]
     out = inner_ptr + to[None, None, :].to(tl.int64) * (TILES * 16) + out_tile * 16 + tl.arange(0, 16)[None, :, None]
     tl.store(out, value.to(inner_ptr.dtype.element_ty), mask=is_out[None, None, :])
@@ -189,10 +188,10 @@ def launch_gate_up(
         x, bank.tiles, bank.scales, shared.tiles, shared.scales,
         routing.items, routing.counts, routing.lists, routing.weights, inner,
         weights.down.tiles, weights.shared_down.tiles,
-        rows, routing.lists.shape[1], shared_items, most, x.stride(0), limit,
+        rows, routing.lists.shape[1], shared_items, most, plan.next_items, x.stride(0), limit,
         PER_ROW=per_row, TILES=tiles, STEPS=size // STEP, ROWS=tile, PAIRS=plan.pairs, SPLIT=plan.split,
         WARPS=plan.warps, STAGES=plan.stages, SHARED_STAGES=plan.shared_stages, LATE=plan.is_late, CALLS=plan.calls,
-        NEXT=plan.next_items, DOWN_CODES=both * size // 4, ROUND=is_rounded,
+        DOWN_CODES=both * size // 4, ROUND=is_rounded,
         num_warps=plan.warps, num_stages=plan.stages,
     )  # fmt: skip
 

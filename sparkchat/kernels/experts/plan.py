@@ -60,10 +60,8 @@ LONG = 16
 def tried(used: ExpertPlan, steps: int) -> list[ExpertPlan]:
     """Plans worth timing for experts with inputs of so many steps, the one in use first."""
     plans = [used, replace(used, calls=False), replace(used, is_late=False), replace(used, stages=4)]
-    if used.next_items:
-        plans += [replace(used, next_items=0), replace(used, next_items=32)]
     for split, pairs, warps, stages in CUTS_OF_LONG if steps >= LONG else CUTS_OF_SHORT:
-        cut = replace(used, split=split, pairs=pairs, warps=warps, stages=stages, next_items=0)
+        cut = replace(used, split=split, pairs=pairs, warps=warps, stages=stages)
         plans += [cut, replace(cut, calls=False)]
     return list(dict.fromkeys(plans))
 
