@@ -75,6 +75,82 @@ def test_projections(out: int, size: int, has_parts: bool, is_rounded: bool) -> 
         assert torch.equal(product(x[:count].clone()), together[..., :count, :]), count
 
 
+@pytest.mark.parametrize(("plain", "whole_from"), [(2624, 2560), (1024, None)])
+def test_one_launch_for_what_reads_the_input(plain: int, whole_from: int | None) -> None:
+    from sparkchat.kernels.fp8.joint import JointProduct, joint_reference
+    from sparkchat.kernels.launch import overlap
+
+    product = JointProduct(fp8_of(1536, D), normal(plain, D) * D**-0.5, whole_from)
+    x = normal(70, D)
+    together = product(x)
+    want = [torch.empty_like(each) for each in together]
+    joint_reference(x, product, *want, False)
+    assert error(together[0], want[0]) < 1e-4 and not product.arrived.any()
+    assert error(together[1][..., : product.whole_from], want[1][..., : product.whole_from]) < 1e-4
+    assert whole_from is None or error(together[2], want[2]) < 1e-4
+    for count in (1, 6, 8, 9, 16, 17, 64):
+        with overlap():
+            alone = product(x[:count].clone())
+        for some, all_of_them in zip(alone[::2], together[::2], strict=True):
+            assert torch.equal(some, all_of_them[..., :count, :]), count
+        columns = slice(product.whole_from)
+        assert torch.equal(alone[1][..., columns], together[1][:, :count, columns]), count
+
+
+def test_a_drafters_head_and_markov_rows_in_8_bits() -> None:
+    from sparkchat.kernels.fp8 import fp8_linear
+    from sparkchat.kernels.markov import MarkovBuffers, markov_block
+    from sparkchat.kernels.markov.reference import markov_block_reference
+    from sparkchat.kernels.markov.rows import RoundedRows
+    from sparkchat.kernels.sampling import DrawSettings
+    from sparkchat.models.deepseek_v4.vocabulary import rounded_head
+
+    head, x = normal(64640, D) * 0.02, normal(5, D)
+    rounded, out = rounded_head(head), torch.empty(5, 64640, device=CUDA)
+    assert rounded is not None
+    fp8_linear(x, rounded, out)
+    assert error(out, x.float() @ rounded.dense().T) < 1e-4 and error(out, x.float() @ head.float().T) < 0.04
+    w1, w2 = normal(1000, 256), RoundedRows.of(normal(1000, 256) * 0.1)
+    settings, anchors, found = DrawSettings.empty(2, CUDA), torch.tensor([3, 7], device=CUDA), []
+    settings.temperature.fill_(0.0)
+    base = torch.randn(2, 5, 1000, device=CUDA)
+    for run in (markov_block, None):
+        drawn = base.clone()
+        buffers = MarkovBuffers.empty(drawn)
+        if run is None:
+            markov_block_reference(drawn, w1, w2, anchors, settings, buffers, None, None, None)
+        else:
+            run(drawn, w1, w2, anchors, settings, buffers)
+        found.append((drawn, buffers.tokens.clone()))
+    assert torch.equal(found[0][1], found[1][1])
+    torch.testing.assert_close(found[0][0], found[1][0], atol=1e-3, rtol=1e-3)
+
+
+def test_weights_called_ahead_on_another_stream_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sparkchat.kernels.ahead import Lane
+
+    monkeypatch.setenv("SPARKCHAT_WEIGHTS_AHEAD", "1")
+    lane, weights, total = Lane.of(CUDA), [normal(1000, 1000) for _ in range(3)], torch.zeros(1000, device=CUDA)
+    side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+
+    def stage() -> None:
+        for weight in weights:
+            lane.call(weight, None)
+            total.add_(weight.float().sum(dim=0))
+        lane.join()
+
+    with torch.cuda.stream(side):
+        stage()
+    torch.cuda.synchronize()
+    total.zero_()
+    with torch.cuda.graph(graph, stream=side):
+        stage()
+    for _ in range(3):
+        graph.replay()
+    want = 3 * torch.stack([weight.float().sum(dim=0) for weight in weights]).sum(dim=0)
+    torch.testing.assert_close(total, want, atol=1e-2, rtol=1e-4)
+
+
 def test_projections_by_groups() -> None:
     from sparkchat.kernels.fp8 import fp8_linear
     from sparkchat.kernels.fp8.reference import fp8_linear_reference

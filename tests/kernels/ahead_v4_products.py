@@ -14,14 +14,19 @@ import torch
 import triton
 
 from kernels.ahead import CPU, HALF, Driver, compile_only
+from sparkchat.kernels.ahead import pieces
+from sparkchat.kernels.ahead.kernel import launch_call_ahead
 from sparkchat.kernels.experts import ExpertBuffers, TiledBank, TiledExperts
 from sparkchat.kernels.experts.kernel import launch_add_parts, launch_down, launch_gate_up
 from sparkchat.kernels.fp8 import TiledFp8
+from sparkchat.kernels.fp8.joint import JointProduct
+from sparkchat.kernels.fp8.joint_kernel import launch_joint
 from sparkchat.kernels.fp8.kernel import launch_fp8_linear
 from sparkchat.kernels.fp8.plan import plan_of
 from sparkchat.kernels.gate import Routing
 from sparkchat.kernels.gate.kernel import launch_route
 from sparkchat.kernels.launch import overlap, started_by
+from sparkchat.kernels.ranks import Meeting, publish, publish_sum
 
 D, WIDTH, EXPERTS, PER_ROW = 4096, 1024, 256, 6
 """Of a rank of two."""
@@ -54,6 +59,23 @@ def fp8() -> None:
         launch_fp8_linear(x, weight, torch.zeros(rows, out, dtype=HALF), 1, is_rounded)
 
 
+def joint() -> None:
+    for plain, whole_from, rows in ((2624, 2560, 6), (1024, None, 64)):
+        product = JointProduct(tiles_of(1536, D), torch.zeros(plain, D, dtype=HALF), whole_from)
+        plan, x = product.plan, torch.zeros(rows, D, dtype=HALF)
+        out, to = torch.zeros(plan.codes.splits, rows, 1536), torch.zeros(plan.plain_splits, rows, plain)
+        launch_joint(x, product, out, to, torch.zeros(rows, 64), False, plan)
+
+
+def ranks() -> None:
+    pads = torch.zeros(2, dtype=torch.int64)
+    publish(torch.zeros(6, D), torch.zeros(6, D), pads, 0)
+    publish_sum(torch.zeros(7, 6, D), torch.zeros(6, D), pads, 1)
+    x, out = torch.zeros(6, D, dtype=HALF), torch.zeros(6, D, dtype=HALF)
+    launch_fp8_linear(x, tiles_of(D, D), out, 1, False, meeting=Meeting(pads, 1))
+    launch_call_ahead(pieces([x, out]))
+
+
 def route() -> None:
     table = torch.zeros(129280, PER_ROW, dtype=torch.int64)
     for rows in (1, 6, 64):
@@ -72,7 +94,7 @@ def experts() -> None:
     launch_add_parts(torch.zeros(PER_ROW + 1, 6, D), torch.zeros(6, D))
 
 
-ALL: dict[str, Callable[[], None]] = {f.__name__: f for f in (fp8, route, experts)}
+ALL: dict[str, Callable[[], None]] = {f.__name__: f for f in (fp8, joint, ranks, route, experts)}
 
 
 def main(names: list[str]) -> None:
