@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
 from typing import Any
 
+from sparkchat.params import MODES
 from sparkchat.trace.counts import accepted_drafts
 
 _TOLERANCE = 1e-6
@@ -86,6 +87,23 @@ def _check_survival(step: Mapping[str, Any]) -> Iterator[str]:
         yield "survival rises along the block"
 
 
+def _check_probabilities(step: Mapping[str, Any]) -> Iterator[str]:
+    reject = step.get("reject") or {}
+    for name in ("draft_prob", "target_prob", "confidence"):
+        if any(value is not None and not 0.0 <= value <= 1.0 + _TOLERANCE for value in step.get(name) or []):
+            yield f"a {name} is not between 0 and 1"
+    for name in ("p_draft", "p_target"):
+        value = reject.get(name)
+        if value is not None and not 0.0 <= value <= 1.0 + _TOLERANCE:
+            yield f"reject.{name} {value} is not between 0 and 1"
+
+
+def _check_mode(step: Mapping[str, Any]) -> Iterator[str]:
+    for name in ("mode", "mode_requested"):
+        if step.get(name) is not None and step[name] not in MODES:
+            yield f"{name} {step[name]!r} is none of {', '.join(MODES)}"
+
+
 _STEP_CHECKS: tuple[tuple[str, Callable[[Mapping[str, Any]], Iterator[str]]], ...] = (
     ("rows = verify_len + 1", _check_rows),
     ("verify_len", _check_verify_len),
@@ -95,4 +113,6 @@ _STEP_CHECKS: tuple[tuple[str, Callable[[Mapping[str, Any]], Iterator[str]]], ..
     ("reject", _check_reject),
     ("lengths", _check_lengths),
     ("survival", _check_survival),
+    ("probabilities", _check_probabilities),
+    ("mode", _check_mode),
 )

@@ -19,6 +19,8 @@ from sparkchat.trace.step_checks import step_problems
 from sparkchat.trace.summary import num_prompt_tokens
 
 FINISH_REASONS = ("stop", "length", "stop_string", "cancelled", "error")
+_STOPS: dict[str, type | tuple[type, ...]] = {"stop": (int, str), "stop_string": str}
+"""What may have ended an answer: an end token (another engine may tell its text), a stop string."""
 MOST_FAILURES = 50
 """Failures of one answer that are named; the others are counted."""
 _TOLERANCE = 1e-6
@@ -181,6 +183,8 @@ class TurnCheck:
         self.number = line.data["turn"]
         if self._id is None:
             self._id = line.data.get("id")
+        elif line.data.get("id") not in (None, self._id):
+            self._fail(line.number, "structure", f"id {_shown(line.data['id'])} in turn {self.number} of {self._id!r}")
 
     def _fail(self, line: int | None, check: str, message: str) -> None:
         self._num_failures += 1
@@ -298,8 +302,11 @@ def _usage(check: TurnCheck, end: Mapping[str, Any]) -> Iterator[tuple[str, str]
     is_prompt_told = prompt is not None or not check.is_reported
     if is_prompt_told and usage.get("prompt_tokens") not in (None, prompt):
         yield "usage", f"usage says {usage['prompt_tokens']} prompt tokens, the turn line has {prompt}"
-    if end["finish_reason"] not in FINISH_REASONS:
-        yield "finish reason", f"{_shown(end['finish_reason'])} is none of {', '.join(FINISH_REASONS)}"
+    reason, stop = end["finish_reason"], end.get("stop")
+    if reason not in FINISH_REASONS:
+        yield "finish reason", f"{_shown(reason)} is none of {', '.join(FINISH_REASONS)}"
+    elif stop is not None and not isinstance(stop, _STOPS.get(reason, ())):
+        yield "finish reason", f"the answer ended by {reason}, and stop is {_shown(stop)}"
 
 
 def _texts(check: TurnCheck, end: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
