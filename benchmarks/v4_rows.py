@@ -17,6 +17,7 @@ from sparkchat.kernels.compressor import Pool, PoolShape
 from sparkchat.kernels.compressor.kernel import launch_compress_rows
 from sparkchat.kernels.hyper import HyperWorkspace, StreamWeights, hyper_workspace
 from sparkchat.kernels.hyper.kernel import launch_connect_streams
+from sparkchat.kernels.hyper.plan import TRIED
 from sparkchat.kernels.indexer import IndexShape, index_scores_of
 from sparkchat.kernels.indexer.kernel import HALF_TILE as SCORE_TILE
 from sparkchat.kernels.indexer.kernel import Tile as ScoreTile
@@ -63,11 +64,15 @@ def stream_cases(make: Maker) -> Iterator[Case]:
         ]  # fmt: skip
         streams, parts = make.half(rows, STREAMS, D, scale=1.0), make.floats(4, rows, D)
         merged, mix, norm = torch.empty_like(streams), make.floats(rows, STREAMS * (STREAMS + 1)), make.floats(D)
-        out, space = make.half(rows, D), hyper_workspace(rows, D, make.device)
-
-        fixed = (parts, mix, merged, mix, norm, 1e-6, out, None, None)
-        run = partial(_connect, streams=streams, weights=weights, space=space, fixed=fixed)
-        variants = {**both(run), "two launches": partial(run, is_one=False)}
+        out, fixed = make.half(rows, D), (parts, mix, merged, mix, norm, 1e-6)
+        variants: dict[str, Run] = {}
+        for plan in TRIED:
+            name = f"{plan.programs} programs, {plan.warps} warps, {plan.meeting.name.lower()}"
+            space = hyper_workspace(rows, D, make.device, plan=plan)
+            run = partial(
+                _connect, streams=streams, weights=weights, space=space, fixed=(*fixed, out, None, None, None, plan)
+            )  # fmt: skip
+            variants |= {name: run, f"{name}, overlapped": both(run)["overlapped"]}
         yield Case(f"v4 streams {rows} rows", each + rows * D * (4 * STREAMS + 16 + 2), count, variants)
 
 

@@ -70,24 +70,28 @@ def streams_call(rows: int) -> tuple[dict[str, Any], Any]:
 def test_streams(rows: int) -> None:
     from sparkchat.kernels.hyper import hyper_workspace
     from sparkchat.kernels.hyper.kernel import launch_connect_streams
+    from sparkchat.kernels.hyper.plan import PLAN, Meeting
     from sparkchat.kernels.hyper.reference import connect_streams_reference
     from sparkchat.kernels.launch import overlap
 
     call, weights = streams_call(rows)
     connect_streams_reference(weights=weights, **call)
     wanted = {name: call[name].clone() for name in ("merged", "next_mix", "out", "taken", "tap")}
-    space = hyper_workspace(rows, D, CUDA)
     found = []
-    # Two launches, one whose programs wait for each other where they are few enough, and that started early, twice.
-    for is_one, starts_early in ((False, False), (None, False), (None, True), (None, True)):
+    space = hyper_workspace(rows, D, CUDA)
+    # Two launches, one whose programs wait for each other, in turn; and started early, twice.
+    for meeting, starts_early in (
+        (Meeting.LAUNCH, False), (Meeting.WORDS, False), (Meeting.COUNT, False), (Meeting.LAUNCH, True),
+        (Meeting.WORDS, True), (Meeting.WORDS, True), (Meeting.COUNT, True),
+    ):  # fmt: skip
         for name in wanted:
             call[name].fill_(float("nan"))
         with overlap(starts_early):
-            launch_connect_streams(weights=weights, workspace=space, is_one=is_one, **call)
+            launch_connect_streams(weights=weights, workspace=space, plan=replace(PLAN, meeting=meeting), **call)
         found.append({name: call[name].clone() for name in wanted})
         for name, want in wanted.items():
-            assert error(call[name], want) < 4e-3, (name, is_one)
-            assert torch.equal(call[name], found[0][name]), (name, is_one)
+            assert error(call[name], want) < 4e-3, (name, meeting)
+            assert torch.equal(call[name], found[0][name]), (name, meeting)
     row = rows - 1
     alone = {
         n: v[:, row:] if n == "output" else v[row:] for n, v in call.items() if isinstance(v, Tensor) and n != "norm"

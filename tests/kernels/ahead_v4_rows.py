@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 import triton
@@ -18,6 +19,7 @@ from sparkchat.kernels.compressor import Pool, PoolShape
 from sparkchat.kernels.compressor.kernel import launch_compress_rows
 from sparkchat.kernels.hyper import PartList, StreamWeights, hyper_workspace
 from sparkchat.kernels.hyper.kernel import launch_connect_streams
+from sparkchat.kernels.hyper.plan import PLAN, Meeting
 from sparkchat.kernels.indexer import IndexShape, index_scores_of
 from sparkchat.kernels.indexer.kernel import launch_choose_entries
 from sparkchat.kernels.latent_attention import LatentShape, latent_workspace
@@ -30,25 +32,32 @@ from sparkchat.kernels.latent_attention.kernel import (
 from sparkchat.kernels.launch import overlap, started_by
 
 D, STREAMS, LATENT, ROPE = 4096, 4, 512, 64
-TILES = (HALF_TILE, Tile(16, 64, 4, 3), Tile(32, 32, 8, 5))
+PLANS = tuple(replace(PLAN, meeting=meeting) for meeting in (Meeting.WORDS, Meeting.COUNT, Meeting.LAUNCH))
+TILES = (HALF_TILE, Tile(32, 64, 8, 1), Tile(16, 64, 8, 2), Tile(32, 64, 8, 2, 128))
 
 
 def hyper() -> None:
     weights = StreamWeights(torch.zeros(24, STREAMS * D), torch.zeros(24), torch.zeros(24), STREAMS, 1e-6, 1e-6, 20)
     head = StreamWeights(torch.zeros(4, STREAMS * D), torch.zeros(4), torch.zeros(4), STREAMS, 1e-6, 1e-6)
     norm = torch.ones(D)
-    for rows, is_one in ((6, True), (48, False)):
-        streams = torch.zeros(rows, STREAMS, D, dtype=HALF)
-        space, mix, out = hyper_workspace(rows, D, CPU), torch.zeros(rows, 20), torch.zeros(rows, D, dtype=HALF)
-        parts = PartList.of([torch.zeros(rows, D) for _ in range(2)])
-        for output in (out.clone(), torch.zeros(4, rows, D), parts):
+    rows = 6
+    streams, mix, out = (
+        torch.zeros(rows, STREAMS, D, dtype=HALF),
+        torch.zeros(rows, 20),
+        torch.zeros(rows, D, dtype=HALF),
+    )
+    parts = PartList.of([torch.zeros(rows, D) for _ in range(2)])
+    for plan in PLANS:
+        space = hyper_workspace(rows, D, CPU, plan=plan)
+        for output in (out.clone(), torch.zeros(4, rows, D), parts) if plan is PLANS[0] else (parts,):
             launch_connect_streams(
-                streams, weights, space, output, mix, streams.clone(), mix, norm, 1e-6, out, None, None, is_one
+                streams, weights, space, output, mix, streams.clone(), mix, norm, 1e-6, out, None, None, plan
             )  # fmt: skip
-        launch_connect_streams(streams, weights, space, None, None, None, mix, norm, 1e-6, out, None, None, is_one)
-        launch_connect_streams(
-            streams, head, space, parts, mix, streams.clone(), None, norm, 1e-6, out, out, torch.zeros(rows, D), is_one
-        )  # fmt: skip
+    space = hyper_workspace(rows, D, CPU)
+    launch_connect_streams(streams, weights, space, None, None, None, mix, norm, 1e-6, out, None, None)
+    launch_connect_streams(
+        streams, head, space, parts, mix, streams.clone(), None, norm, 1e-6, out, out, torch.zeros(rows, D)
+    )  # fmt: skip
 
 
 def attention() -> None:
@@ -58,7 +67,7 @@ def attention() -> None:
     for heads in (64, 32, 16):
         for shape in (LatentShape(16, 256, 0, ROPE, 1e-6), LatentShape(16, 256, 4, ROPE, 1e-6, topk=512)):
             q, out = torch.zeros(6, heads * LATENT, dtype=HALF), torch.zeros(6, heads, LATENT, dtype=HALF)
-            space = latent_workspace(6, heads, LATENT, 5, CPU)
+            space = latent_workspace(6, heads, LATENT, 10, CPU)
             for tile in TILES if heads == 32 and shape.topk else TILES[:1]:
                 launch_latent_attention(
                     q, cache, rows, positions, positions, positions, rope, torch.zeros(heads), out, space, shape, 65536,
@@ -68,7 +77,7 @@ def attention() -> None:
     q, out, space = (
         torch.zeros(2, 6, 32 * LATENT),
         out.new_zeros(6, 32, LATENT),
-        latent_workspace(6, 32, LATENT, 5, CPU),
+        latent_workspace(6, 32, LATENT, 10, CPU),
     )
     launch_latent_attention(
         q, cache, rows, positions, positions, positions, rope, torch.zeros(32), out, space, shape, 65536, None

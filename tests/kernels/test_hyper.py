@@ -57,8 +57,8 @@ def copy_of(buffers: Buffers, **changes: Any) -> Buffers:
 
 
 def launch(buffers: Buffers, weights: StreamWeights) -> Buffers:
-    rows, _, width = buffers["streams"].shape
-    space = hyper_workspace(rows, width, buffers["streams"].device)
+    rows, size, width = buffers["streams"].shape
+    space = hyper_workspace(rows, width, buffers["streams"].device, size)
     launch_connect_streams(weights=weights, workspace=space, **buffers)
     return buffers
 

@@ -11,13 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sparkchat.kernels.hyper.plan import PLAN, ConnectPlan, words_of
 from sparkchat.kernels.hyper.reference import connect_streams_reference
-
-ROW_TILE = 16
-"""Rows that one program multiplies by the stream weights, always: a row's bits do not depend on how many there are."""
-NUMBERS = 32
-"""Room for the sums of a row: Q of them and the squares."""
-_LEAST_COLUMNS = 16
 
 
 @dataclass(frozen=True)
@@ -63,29 +58,22 @@ class PartList:
 
 @dataclass(frozen=True)
 class HyperWorkspace:
-    """Sums of some columns of every row, and how many programs have left theirs."""
+    """Sums of some columns of every row, and how many programs have been counted."""
 
     sums: Tensor
-    """[N, programs, NUMBERS] float32"""
+    """[N, programs * words] int64: a float32, and above it the number of the round that it was made in"""
     arrived: Tensor
-    """[tiles of rows] int32, counting on and on"""
+    """[N] int32, counting on and on"""
 
 
-def column_programs(hidden_size: int) -> int:
-    """Programs that share the columns of the streams: 64 for 4096. A power of two."""
-    programs = 1
-    while programs < 64 and hidden_size % (2 * programs * _LEAST_COLUMNS) == 0:
-        programs *= 2
-    return programs
-
-
-def hyper_workspace(max_rows: int, hidden_size: int, device: torch.device) -> HyperWorkspace:
+def hyper_workspace(
+    max_rows: int, hidden_size: int, device: torch.device, streams: int = 4, plan: ConnectPlan = PLAN
+) -> HyperWorkspace:
     """Room for ``max_rows`` rows. One workspace serves all connections of a stream of launches, one after the other."""
-    tiles = -(-max_rows // ROW_TILE)
-    shape = (max_rows, column_programs(hidden_size), NUMBERS)
+    words = plan.of_width(hidden_size).programs * sum(words_of(streams))
     return HyperWorkspace(
-        torch.empty(shape, dtype=torch.float32, device=device),
-        torch.zeros(tiles, dtype=torch.int32, device=device),
+        torch.zeros((max_rows, words), dtype=torch.int64, device=device),
+        torch.zeros(max_rows, dtype=torch.int32, device=device),
     )
 
 

@@ -1,14 +1,21 @@
-"""Residual streams between two sub-blocks: the columns are shared out among programs, then a row is finished by one.
+"""Residual streams between two sub-blocks: the columns are shared out among programs.
 
-The first half merges its columns of 16 rows and multiplies them by the stream weights, which are in registers before
-the kernel waits for the sub-block's output. The second half adds the sums of all columns, in order, and makes of them
-what is read of each stream, the next combination and the normed input. Between the two every program of a tile of rows
-must have left its sums: either all of them are on the card at once and those that go on wait for the others, or each
-half is a launch. Both give the same bits.
+The first half merges a program's columns of a row and multiplies them by the stream weights, which are in registers
+before the kernel waits for the sub-block's output. The second half adds the sums of all programs, in order, and makes
+of them what is read of each stream; a program then finishes its own columns, and one of them the next combination.
+
+The sum of squares that the norm needs is found without a second meeting: among the sums are those of the products of
+every two streams, and what is read is a combination of streams. It is the sum of what is read before rounding; over
+thousands of columns the roundings, which go up as often as down, cancel to a fraction of one of them.
+
+Between the halves every program of a row must have left its sums. Either all programs are on the card at once and wait
+for each other (``Meeting``), or each half is a launch. All ways give the same bits, and a row's program is the same
+whatever rows are beside it.
 """
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,13 +23,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sparkchat.kernels.hyper.plan import MOST_STREAMS, PLAN, ConnectPlan, Meeting, rows_of_program, words_of
 from sparkchat.kernels.launch import check_flat, launch, power_of_two, wait
 
 if TYPE_CHECKING:
     from sparkchat.kernels.hyper import HyperWorkspace, PartList, StreamWeights
 
-MOST_WAITING = 128
-"""Programs that may wait for each other: no more than an H200 has multiprocessors."""
+MULTIPROCESSORS = 132
+"""Of an H200: where kernels are compiled without a card."""
+_ROWS_APART = 8
+"""Rows of a program where the halves are launches: the weights are read again for every so many."""
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
@@ -35,52 +45,89 @@ def _part_of(output_ptr, part, part_stride, PLACED: tl.constexpr):
 
 
 @triton.jit
-def _sum_columns(
-    streams_ptr, output_ptr, mix_ptr, merged_ptr, tap_ptr, fn, sums_ptr, program, tile, num_rows,
-    part_stride, output_stride, tap_stride,
-    SIZE: tl.constexpr, STREAMS: tl.constexpr, COLUMNS: tl.constexpr, PROGRAMS: tl.constexpr, COUNT: tl.constexpr,
-    NUMBERS: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, PLACED: tl.constexpr, HAS_TAP: tl.constexpr,
-    EXACT: tl.constexpr,
+def _merge(
+    row, column, streams_ptr, output_ptr, mix_ptr, merged_ptr, part_stride, output_stride,
+    SIZE: tl.constexpr, STREAMS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr, PLACED: tl.constexpr,
 ):  # fmt: skip
-    # Merge COLUMNS columns of a tile of rows, and leave their share of the products and of the squares.
-    row = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-    inside = (row < num_rows)[:, None]
-    column = (program * COLUMNS + tl.arange(0, COLUMNS))[None, :]
-    number = tl.arange(0, NUMBERS)
-    of_row = row[:, None] * (STREAMS * SIZE) + column
-    brought = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for part in tl.static_range(PARTS):
-        where = _part_of(output_ptr, part, part_stride, PLACED) + row[:, None] * output_stride + column
-        # Another device may have written it: not from the cache of this multiprocessor.
-        brought += tl.load(where, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
-    mixes = mix_ptr + row[:, None] * (STREAMS + STREAMS * STREAMS)
-    sums = tl.zeros((ROWS, NUMBERS), tl.float32)
-    squares = tl.zeros((ROWS, COLUMNS), tl.float32)
-    mean = tl.zeros((ROWS, COLUMNS), tl.float32)
+    # The streams behind the sub-block, as they are stored: a [COLUMNS] float32 for each.
+    of_row = row * (STREAMS * SIZE) + column
+    before = ()
     for stream in tl.static_range(STREAMS):
-        if PARTS == 0:
-            x = tl.load(streams_ptr + of_row + stream * SIZE, mask=inside, other=0.0).to(tl.float32)
-        else:
-            x = tl.load(mixes + stream, mask=inside, other=0.0) * brought
-            for source in tl.static_range(STREAMS):
-                # What this stream behind takes of that one before: the combination is used transposed.
-                share = tl.load(mixes + STREAMS + source * STREAMS + stream, mask=inside, other=0.0)
-                x += share * tl.load(streams_ptr + of_row + source * SIZE, mask=inside, other=0.0).to(tl.float32)
-            stored = x.to(merged_ptr.dtype.element_ty)
-            tl.store(merged_ptr + of_row + stream * SIZE, stored, mask=inside)
-            x = stored.to(tl.float32)
-        if EXACT:
-            sums += tl.dot(x, fn[stream], input_precision="ieee")
-        else:
-            sums += tl.dot(x, fn[stream], input_precision="tf32x3")
-        squares += x * x
-        mean += x
-    if HAS_TAP:
-        to = tap_ptr + row[:, None] * tap_stride + column
-        tl.store(to, (mean * (1.0 / STREAMS)).to(tap_ptr.dtype.element_ty), mask=inside)
-    sums = tl.where(number[None, :] == COUNT, tl.sum(squares, axis=1)[:, None], sums)
-    to = sums_ptr + (row[:, None] * PROGRAMS + program) * NUMBERS + number[None, :]
-    tl.store(to, sums, mask=inside & (number[None, :] <= COUNT))
+        x = tl.load(streams_ptr + of_row + stream * SIZE).to(tl.float32)
+        before = before + (x,)  # noqa: RUF005
+    if PARTS == 0:
+        return before
+    brought = tl.zeros((COLUMNS,), tl.float32)
+    for part in tl.static_range(PARTS):
+        where = _part_of(output_ptr, part, part_stride, PLACED) + row * output_stride + column
+        # Another device may have written it: not from the cache of this multiprocessor.
+        brought += tl.load(where, cache_modifier=".cg").to(tl.float32)
+    mix = mix_ptr + row * (STREAMS + STREAMS * STREAMS)
+    behind = ()
+    for stream in tl.static_range(STREAMS):
+        x = tl.load(mix + stream) * brought
+        for source in tl.static_range(STREAMS):
+            # What this stream behind takes of that one before: the combination is used transposed.
+            x = tl.fma(tl.zeros_like(x) + tl.load(mix + STREAMS + source * STREAMS + stream), before[source], x)
+        stored = x.to(merged_ptr.dtype.element_ty)
+        tl.store(merged_ptr + of_row + stream * SIZE, stored)
+        behind = behind + (stored.to(tl.float32),)  # noqa: RUF005
+    return behind
+
+
+@triton.jit
+def _word(x, turn):
+    """x float32 and the number of the round in one word"""
+    low = x.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
+    return (turn.to(tl.int64) << 32) | low
+
+
+@triton.jit
+def _leave_sums(
+    xs, fn, sums_ptr, program, turn,
+    STREAMS: tl.constexpr, COLUMNS: tl.constexpr, PROGRAMS: tl.constexpr, COUNT: tl.constexpr, NUMBERS: tl.constexpr,
+    READ: tl.constexpr, MIX: tl.constexpr,
+):  # fmt: skip
+    # This program's share of the products with the stream weights, and of those of every two streams.
+    number = tl.arange(0, NUMBERS)
+    total = fn[0] * xs[0][None, :]
+    for stream in tl.static_range(1, STREAMS):
+        total = tl.fma(fn[stream], tl.zeros_like(total) + xs[stream][None, :], total)
+    words = _word(tl.sum(total, axis=1), turn)
+    tl.store(sums_ptr + program * READ + number, words, mask=number < STREAMS)
+    if COUNT > STREAMS:
+        to = sums_ptr + PROGRAMS * READ + program * MIX + number - STREAMS
+        tl.store(to, words, mask=(number >= STREAMS) & (number < COUNT))
+    pair = tl.arange(0, STREAMS * STREAMS)
+    first, second = pair // STREAMS, pair % STREAMS
+    left = tl.zeros((STREAMS * STREAMS, COLUMNS), tl.float32) + xs[0][None, :]
+    right = left
+    for stream in tl.static_range(1, STREAMS):
+        left = tl.where((first == stream)[:, None], xs[stream][None, :], left)
+        right = tl.where((second == stream)[:, None], xs[stream][None, :], right)
+    at = STREAMS + first * (2 * STREAMS - 1 - first) // 2 + second
+    tl.store(sums_ptr + program * READ + at, _word(tl.sum(left * right, axis=1), turn), mask=first <= second)
+
+
+@triton.jit
+def _some_late(words, number, turn, USED: tl.constexpr):
+    late = (number < USED) & ((words >> 32).to(tl.int32) != turn)
+    return tl.max(tl.max(late.to(tl.int32), axis=1), axis=0) != 0
+
+
+@triton.jit
+def _gather(
+    sums_ptr, turn, PROGRAMS: tl.constexpr, WIDTH: tl.constexpr, USED: tl.constexpr, MEETING: tl.constexpr
+):  # fmt: skip
+    """[WIDTH] float32: the sums of all programs, added"""
+    number = tl.arange(0, WIDTH)[None, :]
+    at = sums_ptr + tl.arange(0, PROGRAMS)[:, None] * WIDTH + number
+    # Other multiprocessors write these: never from the cache of this one.
+    words = tl.load(at, mask=number < USED, other=0, volatile=True)
+    if MEETING == 2:
+        while _some_late(words, number, turn, USED):
+            words = tl.load(at, mask=number < USED, other=0, volatile=True)
+    return tl.sum(words.to(tl.int32).to(tl.float32, bitcast=True), axis=0)
 
 
 @triton.jit
@@ -89,124 +136,211 @@ def _sigmoid(x):
 
 
 @triton.jit
-def _total(sums_ptr, number, PROGRAMS: tl.constexpr, NUMBERS: tl.constexpr):
-    # Other multiprocessors wrote these: not from the cache of this one.
-    place = tl.arange(0, PROGRAMS) * NUMBERS
-    return tl.sum(tl.load(sums_ptr + place + number, cache_modifier=".cg"), axis=0)
+def _one(numbers, index, which):
+    return tl.sum(tl.where(index == which, numbers, 0.0), axis=0)
+
+
+@triton.jit
+def _balance(c, eps, STREAMS: tl.constexpr, ITERATIONS: tl.constexpr):
+    """c, STREAMS^2 scalars, row after row: softmax of each row, then columns and rows scaled in turn, columns last.
+
+    Scalars, which every thread has for itself: nothing is said between threads in forty steps of one after the other.
+    """
+    made = ()
+    for j in tl.static_range(STREAMS):
+        most = c[j * STREAMS]
+        for k in tl.static_range(1, STREAMS):
+            most = tl.maximum(most, c[j * STREAMS + k])
+        total = 0.0
+        row = ()
+        for k in tl.static_range(STREAMS):
+            row = row + (tl.exp(c[j * STREAMS + k] - most),)  # noqa: RUF005
+            total += row[k]
+        for k in tl.static_range(STREAMS):
+            made = made + (row[k] / total + eps,)  # noqa: RUF005
+    c = _scale_columns(made, eps, STREAMS)
+    for _ in range(ITERATIONS - 1):
+        c = _scale_columns(_scale_rows(c, eps, STREAMS), eps, STREAMS)
+    return c
+
+
+@triton.jit
+def _scale_rows(c, eps, STREAMS: tl.constexpr):
+    made = ()
+    for j in tl.static_range(STREAMS):
+        total = c[j * STREAMS]
+        for k in tl.static_range(1, STREAMS):
+            total += c[j * STREAMS + k]
+        factor = 1.0 / (total + eps)
+        for k in tl.static_range(STREAMS):
+            made = made + (c[j * STREAMS + k] * factor,)  # noqa: RUF005
+    return made
+
+
+@triton.jit
+def _scale_columns(c, eps, STREAMS: tl.constexpr):
+    factors = ()
+    for k in tl.static_range(STREAMS):
+        total = c[k]
+        for j in tl.static_range(1, STREAMS):
+            total += c[j * STREAMS + k]
+        factors = factors + (1.0 / (total + eps),)  # noqa: RUF005
+    made = ()
+    for j in tl.static_range(STREAMS):
+        for k in tl.static_range(STREAMS):
+            made = made + (c[j * STREAMS + k] * factors[k],)  # noqa: RUF005
+    return made
 
 
 @triton.jit
 def _finish_mix(
-    sums_ptr, base_ptr, scale_ptr, mix_ptr, rate, eps,
-    STREAMS: tl.constexpr, PROGRAMS: tl.constexpr, NUMBERS: tl.constexpr, ITERATIONS: tl.constexpr,
+    sums_ptr, base_ptr, scale_ptr, mix_ptr, rate, turn, eps,
+    STREAMS: tl.constexpr, PROGRAMS: tl.constexpr, READ: tl.constexpr, MIX: tl.constexpr, ITERATIONS: tl.constexpr,
+    MEETING: tl.constexpr,
 ):  # fmt: skip
-    place = tl.arange(0, PROGRAMS) * NUMBERS
-    stream = tl.arange(0, STREAMS)
-    number = STREAMS + stream
-    post = tl.sum(tl.load(sums_ptr + place[:, None] + number[None, :], cache_modifier=".cg"), axis=0)
-    post = post * rate * tl.load(scale_ptr + number) + tl.load(base_ptr + number)
-    tl.store(mix_ptr + stream, 2.0 * _sigmoid(post))
-    number = 2 * STREAMS + stream[:, None] * STREAMS + stream[None, :]
-    at = sums_ptr + place[:, None, None] + number[None, :, :]
-    c = tl.sum(tl.load(at, cache_modifier=".cg"), axis=0)
-    c = c * rate * tl.load(scale_ptr + number) + tl.load(base_ptr + number)
-    c = tl.exp(c - tl.max(c, axis=1)[:, None])
-    c = c / tl.sum(c, axis=1)[:, None] + eps
-    c = c / (tl.sum(c, axis=0)[None, :] + eps)
-    for _ in range(ITERATIONS - 1):
-        c = c / (tl.sum(c, axis=1)[:, None] + eps)
-        c = c / (tl.sum(c, axis=0)[None, :] + eps)
-    tl.store(mix_ptr + number - STREAMS, c)
+    USED: tl.constexpr = STREAMS + STREAMS * STREAMS
+    index = tl.arange(0, MIX)
+    inside = index < USED
+    scale = tl.load(scale_ptr + STREAMS + index, mask=inside, other=0.0)
+    base = tl.load(base_ptr + STREAMS + index, mask=inside, other=0.0)
+    numbers = _gather(sums_ptr + PROGRAMS * READ, turn, PROGRAMS, MIX, USED, MEETING) * rate * scale + base
+    tl.store(mix_ptr + index, 2.0 * _sigmoid(numbers), mask=index < STREAMS)
+    c = ()
+    for place in tl.static_range(STREAMS * STREAMS):
+        c = c + (_one(numbers, index, STREAMS + place),)  # noqa: RUF005
+    c = _balance(c, eps, STREAMS, ITERATIONS)
+    for place in tl.static_range(STREAMS * STREAMS):
+        tl.store(mix_ptr + STREAMS + place, c[place])
 
 
 @triton.jit
-def _finish_row(
-    row, streams_ptr, base_ptr, scale_ptr, sums_ptr, mix_ptr, norm_ptr, out_ptr, taken_ptr, rms_eps, eps, norm_eps,
-    SIZE: tl.constexpr, STREAMS: tl.constexpr, PROGRAMS: tl.constexpr, COUNT: tl.constexpr, NUMBERS: tl.constexpr,
-    ITERATIONS: tl.constexpr, HAS_OUT: tl.constexpr, HAS_TAKEN: tl.constexpr, HAS_MIX: tl.constexpr,
-    BLOCK: tl.constexpr,
+def _finish_columns(
+    row, column, streams_ptr, base_ptr, scale_ptr, sums_ptr, norm_ptr, out_ptr, taken_ptr, turn, rms_eps, eps, norm_eps,
+    SIZE: tl.constexpr, STREAMS: tl.constexpr, COLUMNS: tl.constexpr, PROGRAMS: tl.constexpr, READ: tl.constexpr,
+    HAS_OUT: tl.constexpr, HAS_TAKEN: tl.constexpr, MEETING: tl.constexpr,
 ):  # fmt: skip
-    # Make of a row's sums what is read, the next combination and the normed input.
-    column = tl.arange(0, BLOCK)
-    inside = column < SIZE
-    sums_ptr += row * (PROGRAMS * NUMBERS)
-    squares = _total(sums_ptr, COUNT, PROGRAMS, NUMBERS)
-    rate = tl.rsqrt(squares / (STREAMS * SIZE) + rms_eps)
-    x = tl.zeros((BLOCK,), tl.float32)
+    """What is read of a row in a program's columns, normed; returns what the sums are multiplied by."""
+    PAIRS: tl.constexpr = STREAMS * (STREAMS + 1) // 2
+    index = tl.arange(0, READ)
+    scale = tl.load(scale_ptr + index, mask=index < STREAMS, other=0.0)
+    base = tl.load(base_ptr + index, mask=index < STREAMS, other=0.0)
+    before = ()
     for stream in tl.static_range(STREAMS):
-        number = _total(sums_ptr, stream, PROGRAMS, NUMBERS) * rate
-        read = _sigmoid(number * tl.load(scale_ptr + stream) + tl.load(base_ptr + stream)) + eps
         at = streams_ptr + (row * STREAMS + stream) * SIZE + column
-        x += read * tl.load(at, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
+        before = before + (tl.load(at, cache_modifier=".cg").to(tl.float32),)  # noqa: RUF005
+    if HAS_OUT:
+        factors = tl.load(norm_ptr + column)
+    totals = _gather(sums_ptr, turn, PROGRAMS, READ, STREAMS + PAIRS, MEETING)
+    squares = tl.zeros((READ,), tl.float32)
+    for stream in tl.static_range(STREAMS):
+        squares = tl.where(index == STREAMS + stream * (2 * STREAMS + 1 - stream) // 2, totals, squares)
+    rate = tl.rsqrt(tl.sum(squares, axis=0) / (STREAMS * SIZE) + rms_eps)
+    reads = _sigmoid(totals * rate * scale + base) + eps
+    read = ()
+    for stream in tl.static_range(STREAMS):
+        read = read + (_one(reads, index, stream),)  # noqa: RUF005
+    x = read[0] * before[0]
+    for stream in tl.static_range(1, STREAMS):
+        x = tl.fma(tl.zeros_like(x) + read[stream], before[stream], x)
     x = x.to(streams_ptr.dtype.element_ty)
     if HAS_TAKEN:
-        tl.store(taken_ptr + row * SIZE + column, x.to(taken_ptr.dtype.element_ty), mask=inside)
+        tl.store(taken_ptr + row * SIZE + column, x.to(taken_ptr.dtype.element_ty))
     if HAS_OUT:
-        x = x.to(tl.float32)
-        scale = tl.rsqrt(tl.sum(x * x, axis=0) / SIZE + norm_eps)
-        out = x * scale * tl.load(norm_ptr + column, mask=inside, other=0.0)
-        tl.store(out_ptr + row * SIZE + column, out.to(out_ptr.dtype.element_ty), mask=inside)
-    if HAS_MIX:
-        to = mix_ptr + row * (STREAMS + STREAMS * STREAMS)
-        _finish_mix(sums_ptr, base_ptr, scale_ptr, to, rate, eps, STREAMS, PROGRAMS, NUMBERS, ITERATIONS)
+        shares = tl.zeros((READ,), tl.float32)
+        for first in tl.static_range(STREAMS):
+            for second in tl.static_range(first, STREAMS):
+                share = read[first] * read[second]
+                if first != second:
+                    share = 2.0 * share
+                shares = tl.where(index == STREAMS + first * (2 * STREAMS - 1 - first) // 2 + second, share, shares)
+        squared = tl.sum(tl.where(index >= STREAMS, shares * totals, 0.0), axis=0)
+        out = x.to(tl.float32) * tl.rsqrt(tl.maximum(squared, 0.0) / SIZE + norm_eps) * factors
+        tl.store(out_ptr + row * SIZE + column, out.to(out_ptr.dtype.element_ty))
+    return rate
 
 
 @triton.jit
-def _meet(arrived_ptr, PROGRAMS: tl.constexpr, GOES_ON: tl.constexpr):
-    # Count this program; the ones that go on wait until all of the round have come. The count only grows, and wraps.
-    tl.debug_barrier()
-    before = tl.atomic_add(arrived_ptr, 1, sem="acq_rel", scope="gpu")
-    if GOES_ON:
-        wanted = (before & (-PROGRAMS)) + PROGRAMS
-        while tl.atomic_add(arrived_ptr, 0, sem="acquire", scope="gpu") - wanted < 0:
-            pass
-        tl.debug_barrier()
+def _turn(arrived_ptr, PROGRAMS: tl.constexpr):
+    """The number of a row's round, never 0: programs are counted when they need it no more, so it is the same for all
+    until the round is over. The count only grows, and wraps."""
+    return (tl.load(arrived_ptr, volatile=True) & (-PROGRAMS)) + 1
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "rows_each"])
 def _connect_streams(
     streams_ptr, output_ptr, mix_ptr, merged_ptr, tap_ptr, fn_ptr, base_ptr, scale_ptr, sums_ptr, arrived_ptr,
-    next_mix_ptr, norm_ptr, out_ptr, taken_ptr, num_rows, part_stride, output_stride, tap_stride, rms_eps, eps,
-    norm_eps,
+    next_mix_ptr, norm_ptr, out_ptr, taken_ptr, num_rows, rows_each, part_stride, output_stride, tap_stride, rms_eps,
+    eps, norm_eps,
     SIZE: tl.constexpr, STREAMS: tl.constexpr, COLUMNS: tl.constexpr, PROGRAMS: tl.constexpr, COUNT: tl.constexpr,
-    NUMBERS: tl.constexpr, ROWS: tl.constexpr, ITERATIONS: tl.constexpr, PARTS: tl.constexpr, PLACED: tl.constexpr,
-    HAS_TAP: tl.constexpr, HAS_OUT: tl.constexpr, HAS_TAKEN: tl.constexpr, HAS_MIX: tl.constexpr, BLOCK: tl.constexpr,
-    EXACT: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, PDL: tl.constexpr,
+    NUMBERS: tl.constexpr, READ: tl.constexpr, MIX: tl.constexpr, ITERATIONS: tl.constexpr, PARTS: tl.constexpr,
+    PLACED: tl.constexpr, HAS_TAP: tl.constexpr, HAS_OUT: tl.constexpr, HAS_TAKEN: tl.constexpr, HAS_MIX: tl.constexpr,
+    FIRST: tl.constexpr, SECOND: tl.constexpr, MEETING: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
-    tile = tl.program_id(1)
+    column = program * COLUMNS + tl.arange(0, COLUMNS)
+    begin = tl.program_id(1) * rows_each
+    end = tl.minimum(begin + rows_each, num_rows)
+    ROOM: tl.constexpr = PROGRAMS * (READ + MIX)
     if FIRST:
-        # [COLUMNS, NUMBERS] of each stream, as the products take it; weights never change, so before the wait.
-        column = (program * COLUMNS + tl.arange(0, COLUMNS))[:, None]
-        number = tl.arange(0, NUMBERS)[None, :]
+        # [NUMBERS, COLUMNS] of each stream; weights never change, so before the wait.
+        number = tl.arange(0, NUMBERS)[:, None]
         fn = ()
         for stream in tl.static_range(STREAMS):
-            at = fn_ptr + number * (STREAMS * SIZE) + stream * SIZE + column
-            fn = fn + (tl.load(at, mask=(number < COUNT) & (column < SIZE), other=0.0),)  # noqa: RUF005
+            at = fn_ptr + number * (STREAMS * SIZE) + stream * SIZE + column[None, :]
+            fn = fn + (tl.load(at, mask=number < COUNT, other=0.0),)  # noqa: RUF005
     wait(PDL)
     if FIRST:
-        _sum_columns(
-            streams_ptr, output_ptr, mix_ptr, merged_ptr, tap_ptr, fn, sums_ptr, program, tile, num_rows,
-            part_stride, output_stride, tap_stride, SIZE, STREAMS, COLUMNS, PROGRAMS, COUNT, NUMBERS, ROWS, PARTS,
-            PLACED, HAS_TAP, EXACT,
-        )  # fmt: skip
+        for place in range(end - begin):
+            row = begin.to(tl.int64) + place
+            turn = tl.cast(0, tl.int32)
+            if MEETING == 2:
+                turn = _turn(arrived_ptr + row, PROGRAMS)
+            xs = _merge(
+                row, column, streams_ptr, output_ptr, mix_ptr, merged_ptr, part_stride, output_stride, SIZE, STREAMS,
+                COLUMNS, PARTS, PLACED,
+            )  # fmt: skip
+            _leave_sums(
+                xs, fn, sums_ptr + row * ROOM, program, turn, STREAMS, COLUMNS, PROGRAMS, COUNT, NUMBERS, READ, MIX
+            )  # fmt: skip
+            if HAS_TAP:
+                mean = xs[0]
+                for stream in tl.static_range(1, STREAMS):
+                    mean += xs[stream]
+                mean = mean * (1.0 / STREAMS)
+                tl.store(tap_ptr + row * tap_stride + column, mean.to(tap_ptr.dtype.element_ty))
+            if MEETING == 1:
+                # All threads of this program have left their sums when it is counted.
+                tl.debug_barrier()
+                tl.atomic_add(arrived_ptr + row, 1, sem="release", scope="gpu")
     if SECOND:
-        last = tl.minimum((tile + 1) * ROWS, num_rows)
-        if FIRST:
-            if tile * ROWS + program < last:
-                _meet(arrived_ptr + tile, PROGRAMS, True)
-            else:
-                _meet(arrived_ptr + tile, PROGRAMS, False)
         if PARTS > 0:
             read_ptr = merged_ptr
+            # Threads read columns that others of this program have written.
+            tl.debug_barrier()
         else:
             read_ptr = streams_ptr
-        for row in range(tile * ROWS + program, last, PROGRAMS):
-            _finish_row(
-                row, read_ptr, base_ptr, scale_ptr, sums_ptr, next_mix_ptr, norm_ptr, out_ptr, taken_ptr,
-                rms_eps, eps, norm_eps, SIZE, STREAMS, PROGRAMS, COUNT, NUMBERS, ITERATIONS, HAS_OUT, HAS_TAKEN,
-                HAS_MIX, BLOCK,
+        for place in range(end - begin):
+            row = begin.to(tl.int64) + place
+            turn = tl.cast(0, tl.int32)
+            if MEETING == 1:
+                while tl.atomic_add(arrived_ptr + row, 0, sem="acquire", scope="gpu") % PROGRAMS != 0:
+                    pass
+                tl.debug_barrier()
+            if MEETING == 2:
+                turn = _turn(arrived_ptr + row, PROGRAMS)
+            rate = _finish_columns(
+                row, column, read_ptr, base_ptr, scale_ptr, sums_ptr + row * ROOM, norm_ptr, out_ptr, taken_ptr, turn,
+                rms_eps, eps, norm_eps, SIZE, STREAMS, COLUMNS, PROGRAMS, READ, HAS_OUT, HAS_TAKEN, MEETING,
             )  # fmt: skip
+            if HAS_MIX:  # noqa: SIM102
+                if row % PROGRAMS == program:
+                    to = next_mix_ptr + row * (STREAMS + STREAMS * STREAMS)
+                    _finish_mix(
+                        sums_ptr + row * ROOM, base_ptr, scale_ptr, to, rate, turn, eps, STREAMS, PROGRAMS, READ, MIX,
+                        ITERATIONS, MEETING,
+                    )  # fmt: skip
+            if MEETING == 2:
+                tl.atomic_add(arrived_ptr + row, 1, sem="relaxed", scope="gpu")
 
 
 def launch_connect_streams(
@@ -222,42 +356,50 @@ def launch_connect_streams(
     out: Tensor | None,
     taken: Tensor | None,
     tap: Tensor | None,
-    is_one: bool | None = None,
+    plan: ConnectPlan | None = None,
 ) -> None:
-    """See ``connect_streams``. ``is_one``: one launch, whose programs wait for each other, or two; None: by size."""
-    from sparkchat.kernels.hyper import NUMBERS, ROW_TILE, column_programs
-
+    """See ``connect_streams``. ``plan`` stands in for the tuned one; the workspace must be made for it."""
     _check(streams, weights, merged, next_mix, norm, out, taken)
     num_rows, size, width = streams.shape
-    programs, count = column_programs(width), weights.fn.shape[0]
-    tiles = -(-num_rows // ROW_TILE)
-    if num_rows > workspace.sums.shape[0] or programs != workspace.sums.shape[1]:
+    plan = (plan or PLAN).of_width(width)
+    programs, count = plan.programs, weights.fn.shape[0]
+    read, mixed = words_of(size)
+    if num_rows > workspace.sums.shape[0] or workspace.sums.shape[1] != programs * (read + mixed):
         raise ValueError(f"the workspace of {tuple(workspace.sums.shape)} has no room for {num_rows} rows of {width}")
-    if is_one is None:
-        is_one = streams.is_cuda and tiles * programs <= MOST_WAITING
+    rows_each = None
+    # The interpreter runs one program after the other: none could wait for the others.
+    if plan.meeting != Meeting.LAUNCH and (streams.is_cuda or not triton.knobs.runtime.interpret):
+        rows_each = rows_of_program(num_rows, plan, _multiprocessors(streams.device))
     parts, part_stride, row_stride, source, placed = _parts_of(output, streams)
 
-    def start(is_first: bool, is_second: bool) -> None:
+    def start(is_first: bool, is_second: bool, meeting: Meeting, rows: int) -> None:
         launch(
-            _connect_streams, (programs if is_first else min(programs, ROW_TILE), tiles),
+            _connect_streams, (programs, -(-num_rows // rows)),
             streams, source, mix if mix is not None else streams, merged if merged is not None else streams,
             tap if tap is not None else streams, weights.fn, weights.base, weights.scale, workspace.sums,
             workspace.arrived, next_mix if next_mix is not None else streams,
             norm if norm is not None else weights.base, out if out is not None else streams,
-            taken if taken is not None else streams, num_rows, part_stride, row_stride,
+            taken if taken is not None else streams, num_rows, rows, part_stride, row_stride,
             0 if tap is None else tap.stride(0), weights.rms_eps, weights.eps, norm_eps,
-            SIZE=width, STREAMS=size, COLUMNS=width // programs, PROGRAMS=programs, COUNT=count, NUMBERS=NUMBERS,
-            ROWS=ROW_TILE, ITERATIONS=weights.iterations, PARTS=parts, PLACED=placed, HAS_TAP=tap is not None,
-            HAS_OUT=out is not None, HAS_TAKEN=taken is not None,
-            HAS_MIX=next_mix is not None and not weights.is_head, BLOCK=power_of_two(width),
-            EXACT=streams.dtype == torch.float32, FIRST=is_first, SECOND=is_second, num_warps=8,
+            SIZE=width, STREAMS=size, COLUMNS=width // programs, PROGRAMS=programs, COUNT=count,
+            NUMBERS=power_of_two(count), READ=read, MIX=mixed, ITERATIONS=weights.iterations, PARTS=parts,
+            PLACED=placed, HAS_TAP=tap is not None, HAS_OUT=out is not None, HAS_TAKEN=taken is not None,
+            HAS_MIX=next_mix is not None and not weights.is_head, FIRST=is_first, SECOND=is_second,
+            MEETING=int(meeting), num_warps=plan.warps,
         )  # fmt: skip
 
-    if is_one:
-        start(True, True)
+    if rows_each is not None:
+        start(True, True, plan.meeting, rows_each)
     else:
-        start(True, False)
-        start(False, True)
+        start(True, False, Meeting.LAUNCH, min(num_rows, _ROWS_APART))
+        start(False, True, Meeting.LAUNCH, 1)
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return MULTIPROCESSORS
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _parts_of(output: Tensor | PartList | None, streams: Tensor) -> tuple[int, int, int, Tensor, Any]:
@@ -286,11 +428,9 @@ def _check(
     out: Tensor | None,
     taken: Tensor | None,
 ) -> None:
-    from sparkchat.kernels.hyper import NUMBERS, column_programs
-
     size, width = streams.shape[1:]
-    columns = width // column_programs(width)
-    if size != power_of_two(size) or columns != power_of_two(columns) or weights.fn.shape[0] >= NUMBERS:
+    columns = width // PLAN.of_width(width).programs
+    if size != power_of_two(size) or size > MOST_STREAMS or columns != power_of_two(columns):
         raise ValueError(f"no kernel for {size} residual streams of {width}")
     if merged is not None and merged.data_ptr() == streams.data_ptr():
         raise ValueError("merged streams cannot take the place of those that they are made of")

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sparkchat.kernels.hyper import NUMBERS, PartList, StreamWeights, column_programs, connect_streams
+from sparkchat.kernels.hyper import PartList, StreamWeights, connect_streams
+from sparkchat.kernels.hyper.plan import MOST_STREAMS, PLAN
 from sparkchat.models.deepseek_v4.config import SPARSE_RATIO, DeepseekV4Config
 from sparkchat.models.deepseek_v4.hyper import HyperHead
 from sparkchat.models.deepseek_v4.row_pass import RowPass, RowRoom
@@ -24,7 +25,7 @@ from sparkchat.models.parallel import Group
 
 def takes(config: DeepseekV4Config, has_roundings: bool = False) -> bool:
     """Whether the kernels take a model's sizes."""
-    size, columns = config.hc_mult, config.hidden_size // column_programs(config.hidden_size)
+    size, columns = config.hc_mult, config.hidden_size // PLAN.of_width(config.hidden_size).programs
     powers = [size, columns, config.head_dim, config.index_head_dim]
     plain = config.head_dim - config.rope_dim
     is_rounded = not has_roundings or plain % 64 == 0 or (plain < 64 and plain & (plain - 1) == 0)
@@ -32,7 +33,7 @@ def takes(config: DeepseekV4Config, has_roundings: bool = False) -> bool:
     return (
         all(n & (n - 1) == 0 for n in powers)
         and min(columns, config.head_dim) >= 16
-        and config.hc_width < NUMBERS
+        and size <= MOST_STREAMS
         and is_rounded
         and (SPARSE_RATIO not in ratios or (config.index_head_dim >= 16 and config.index_num_heads <= 128))
     )

@@ -53,7 +53,7 @@ class RowRoom:
         """[positions, rope_dim] by ratio"""
         spans = max(latent_spans(shape, end) for shape in self.shapes.values())
         self.latents: LatentWorkspace = latent_workspace(most_rows, num_heads, config.head_dim, spans, device)
-        self.streams: HyperWorkspace = hyper_workspace(most_rows, config.hidden_size, device)
+        self.streams: HyperWorkspace = hyper_workspace(most_rows, config.hidden_size, device, config.hc_mult)
         self.ahead = Lane.of(device)
         self.scores = self.chosen = None
         if SPARSE_RATIO in cache.stores and end // SPARSE_RATIO > config.index_topk:
