@@ -89,9 +89,14 @@ def _connect(
 
 TILES = {
     "used": HALF_TILE,
-    "16 heads, 4 warps": Tile(16, 64, 4, 3),
-    "32 keys, stages 5": Tile(32, 32, 8, 5),
-    "stages 2": Tile(32, 64, 8, 2),
+    "stages 2": Tile(16, 64, 8, 2),
+    "4 warps": Tile(16, 64, 4, 1),
+    "32 heads": Tile(32, 64, 8, 1),
+    "32 heads, stages 2": Tile(32, 64, 8, 2),
+    "warp groups": Tile(64, 64, 8, 1, least_heads=64),
+    "32 keys": Tile(16, 32, 4, 2),
+    "spans of 128": Tile(16, 64, 8, 2, 128),
+    "32 heads, spans of 128": Tile(32, 64, 8, 2, 128),
 }
 CONTEXTS = ((1, 2048, 6), (1, 65536, 1), (1, 65536, 6), (16, 2048, 6), (64, 2048, 6))
 """Requests, context, rows of each."""

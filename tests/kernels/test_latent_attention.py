@@ -187,7 +187,7 @@ def test_what_has_no_kernel_or_no_room_is_refused(device: torch.device) -> None:
     space = latent_workspace(1, HEADS, SIZE, 1, device)
     out = torch.zeros(1, HEADS, SIZE, device=device)
     where = (rows.rows, rows.positions, rows.first_seen, rows.ends, batch["rope"], batch["sinks"], out, space)
-    with pytest.raises(ValueError, match="no room for 1 rows of 3 spans"):
+    with pytest.raises(ValueError, match="no room for 1 rows of 5 spans"):
         launch_latent_attention(batch["q"], batch["cache"], *where, replace(SHAPE, ratio=2), 301, None)
     with pytest.raises(ValueError, match="24 dimensions"):
         launch_latent_attention(batch["q"], batch["cache"][..., :24], *where, SHAPE, 301, None)

@@ -1,6 +1,7 @@
 """Scores of entries and the choice among them: a launch each.
 
-Scores: a program takes some entries and all rows of one request, so that keys are read once for them. Choice: a program
+Scores: a program takes some entries and a row; the rows of a request run side by side and find its keys in L2. (One
+program for all of them took five times as long for six rows as for one.) Choice: a program
 takes a row, finds the k-th highest score bit by bit, two bits at a time, and writes the entries above it and the
 earliest of those that equal it.
 """
@@ -16,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sparkchat.kernels.indexer.reference import index_queries
+from sparkchat.kernels.latent_attention.kernel import turn_queries
 from sparkchat.kernels.launch import check_flat, launch, power_of_two, wait
 
 if TYPE_CHECKING:
@@ -38,71 +40,42 @@ HALF_TILE, EXACT_TILE = Tile(128, 4, 2), Tile(64, 4, 1)
 
 
 @triton.jit
-def _index_queries(
-    q_ptr, rope_ptr, row, position, part_stride, row_stride,
-    HEADS: tl.constexpr, TILE: tl.constexpr, SIZE: tl.constexpr, ROPE: tl.constexpr, PARTS: tl.constexpr,
-    TURNS: tl.constexpr,
-):  # fmt: skip
-    # A row's queries [TILE, SIZE] float32, turned.
-    head = tl.arange(0, TILE)
-    dim = tl.arange(0, SIZE)
-    inside = (head < HEADS)[:, None]
-    base = q_ptr + row * row_stride + head[:, None] * SIZE
-    q = tl.load(base + dim[None, :], mask=inside, other=0.0).to(tl.float32)
-    for part in tl.static_range(1, PARTS):
-        q += tl.load(base + part * part_stride + dim[None, :], mask=inside, other=0.0)
-    if TURNS:
-        angle = dim - (SIZE - ROPE)
-        is_turned = inside & (angle >= 0)[None, :]
-        # Of a pair's other dimension.
-        other = tl.load(base + (dim ^ 1)[None, :], mask=is_turned, other=0.0).to(tl.float32)
-        for part in tl.static_range(1, PARTS):
-            other += tl.load(base + part * part_stride + (dim ^ 1)[None, :], mask=is_turned, other=0.0)
-        at = rope_ptr + position * ROPE + (angle // 2) * 2
-        cos = tl.load(at, mask=angle >= 0, other=1.0)
-        sin = tl.load(at + 1, mask=angle >= 0, other=0.0)
-        sin = tl.where(angle % 2 == 0, -sin, sin)
-        q = q * cos[None, :] + other * sin[None, :]
-    return q
-
-
-@triton.jit
 def _score_entries(
-    q_ptr, weights_ptr, keys_ptr, positions_ptr, rows_ptr, starts_ptr, rope_ptr, scores_ptr,
+    q_ptr, weights_ptr, keys_ptr, positions_ptr, rows_ptr, starts_ptr, rope_ptr, scores_ptr, num_requests,
     part_stride, row_stride, weights_stride, keys_stride, slot_stride, scores_stride,
     HEADS: tl.constexpr, TILE: tl.constexpr, SIZE: tl.constexpr, ROPE: tl.constexpr, PARTS: tl.constexpr,
     RATIO: tl.constexpr, TOPK: tl.constexpr, BLOCK: tl.constexpr, TURNS: tl.constexpr, EXACT: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    request = tl.program_id(0)
+    row = tl.program_id(0).to(tl.int64)
     first_entry = tl.program_id(1) * BLOCK
+    head, dim = tl.arange(0, TILE), tl.arange(0, SIZE)
+    is_head = head < HEADS
     wait(PDL)
-    first = tl.load(starts_ptr + request)
-    stop = tl.load(starts_ptr + request + 1)
-    if first < stop:
-        # Rows of a request are neighbouring tokens: the last sees most.
-        seen = (tl.load(positions_ptr + stop - 1).to(tl.int32) + 1) // RATIO
-        if (seen > TOPK) & (first_entry < seen):
-            entry = first_entry + tl.arange(0, BLOCK)
-            dim = tl.arange(0, SIZE)
-            head = tl.arange(0, TILE)
-            base = keys_ptr + tl.load(rows_ptr + first).to(tl.int64) * keys_stride
-            at = base + entry.to(tl.int64)[:, None] * slot_stride + dim[None, :]
-            keys = tl.load(at, mask=(entry < seen)[:, None], other=0.0)
-            for row in range(first, stop):
-                position = tl.load(positions_ptr + row).to(tl.int32)
-                q = _index_queries(
-                    q_ptr, rope_ptr, row, position, part_stride, row_stride, HEADS, TILE, SIZE, ROPE, PARTS, TURNS,
-                )  # fmt: skip
-                q = q.to(keys.dtype)
-                if EXACT:
-                    products = tl.dot(q, tl.trans(keys), input_precision="ieee")
-                else:
-                    products = tl.dot(q, tl.trans(keys))
-                weight = tl.load(weights_ptr + row * weights_stride + head, mask=head < HEADS, other=0.0)
-                score = tl.sum(tl.maximum(products, 0.0) * weight.to(tl.float32)[:, None], axis=0)
-                # What a row does not see is never looked at.
-                tl.store(scores_ptr + row * scores_stride + entry, score, mask=entry < (position + 1) // RATIO)
+    # All that depends on the row alone is asked for before any of it is used.
+    position = tl.load(positions_ptr + row).to(tl.int32)
+    num_rows = tl.load(starts_ptr + num_requests)
+    base = keys_ptr + tl.load(rows_ptr + row).to(tl.int64) * keys_stride
+    at = q_ptr + row * row_stride + head[:, None] * SIZE + dim[None, :]
+    q = tl.load(at, mask=is_head[:, None], other=0.0).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        q += tl.load(at + part * part_stride, mask=is_head[:, None], other=0.0)
+    weight = tl.load(weights_ptr + row * weights_stride + head, mask=is_head, other=0.0).to(tl.float32)
+    seen = (position + 1) // RATIO
+    # Rows behind the last request are copies of its last row, which alone is scored.
+    if (row < num_rows) & (seen > TOPK) & (first_entry < seen):
+        entry = first_entry + tl.arange(0, BLOCK)
+        is_seen = entry < seen
+        keys = tl.load(base + entry[:, None] * slot_stride + dim[None, :], mask=is_seen[:, None], other=0.0)
+        if TURNS:
+            q = turn_queries(q, rope_ptr, position, TILE, SIZE, ROPE)
+        # Heads lie along a thread's numbers: their sum crosses few threads.
+        if EXACT:
+            products = tl.dot(keys, tl.trans(q), input_precision="ieee")
+        else:
+            products = tl.dot(keys, tl.trans(q.to(keys.dtype)))
+        score = tl.sum(tl.maximum(products, 0.0) * weight[None, :], axis=1)
+        tl.store(scores_ptr + row * scores_stride + entry, score, mask=is_seen)
 
 
 @triton.jit
@@ -205,8 +178,8 @@ def launch_choose_entries(
         # Only where the published roundings are simulated: not worth a kernel.
         q = index_queries(q, positions, rope, shape, rotation).flatten(1)
     launch(
-        _score_entries, (requests, -(-entries // tile.entries)),
-        q, weights, keys, positions, rows, starts, rope, scores,
+        _score_entries, (positions.shape[0], -(-entries // tile.entries)),
+        q, weights, keys, positions, rows, starts, rope, scores, requests,
         q.stride(0) if q.dim() == 3 else 0, q.stride(-2), weights.stride(0), keys.stride(0), keys.stride(1),
         scores.stride(0),
         HEADS=shape.heads, TILE=max(16, power_of_two(shape.heads)), SIZE=shape.size, ROPE=shape.rope_dim,

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from sparkchat.kernels.latent_attention.reference import latent_attention_reference, write_latents_reference
 
-SPAN = 128
-"""Entries of the shortest spans. A row's entries are attended to in at most ``MOST_SPANS`` spans of equal size, which
-is 128 times the least power of two that makes them so few: a row's sums depend on its own position alone."""
-MOST_SPANS = 8
+SPAN = 64
+"""Keys of the shortest spans. A row's window is attended to in at most ``WINDOW_SPANS`` and its entries in at most
+``MOST_SPANS`` spans of equal size, which is ``SPAN`` times the least power of two that makes them so few: a row's sums
+depend on its own position alone."""
+WINDOW_SPANS, MOST_SPANS = 2, 8
 
 
 @dataclass(frozen=True)
@@ -48,12 +49,12 @@ class LatentWorkspace:
     """[N, H, spans, 2] float32: largest score (base 2), sum of weights"""
 
 
-def latent_spans(shape: LatentShape, context: int) -> int:
+def latent_spans(shape: LatentShape, context: int, span: int = SPAN) -> int:
     """Spans that a row below position ``context`` may have, the window's own among them."""
     entries = context // shape.ratio if shape.ratio else 0
     if shape.topk:
         entries = min(entries, shape.topk)
-    return 1 + min(MOST_SPANS, -(-entries // SPAN))
+    return WINDOW_SPANS + min(MOST_SPANS, -(-entries // span))
 
 
 def latent_workspace(max_rows: int, num_heads: int, size: int, spans: int, device: torch.device) -> LatentWorkspace:

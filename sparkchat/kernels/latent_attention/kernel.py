@@ -1,8 +1,11 @@
 """Attention over latents: every span of a row's keys by itself, then the spans of a row folded in order.
 
 All heads of a row share its keys, so heads are the rows of the products, and a tile of latents is read once for both of
-them. Span 0 of a row is its window, the others hold its entries; where a span begins and how the keys in it are added
-depends on the row's own position alone. Rows of one request find each other's keys in L2.
+them. The first spans of a row are its window, the others hold its entries; where a span begins and how the keys in it
+are added depends on the row's own position alone. Rows of one request find each other's keys in L2.
+
+A decode step's rows see so little that a launch takes as long as one program: spans are short, most programs see one
+tile of keys and load all of it at once, and what they run is kept few instructions long.
 """
 
 from __future__ import annotations
@@ -35,9 +38,13 @@ class Tile:
     warps: int
     stages: int
     """Depth of the pipeline of loads"""
+    span: int = 0
+    """Keys of the shortest spans; 0: SPAN"""
+    least_heads: int = 16
+    """A program's products have so many rows, also where there are fewer heads: 64 for those of whole warp groups."""
 
 
-HALF_TILE, EXACT_TILE = Tile(32, 64, 8, 3), Tile(16, 16, 4, 1)
+HALF_TILE, EXACT_TILE = Tile(16, 64, 8, 1), Tile(16, 16, 4, 1)
 
 
 @triton.jit
@@ -100,33 +107,31 @@ def turn_pairs(left, right, rope_ptr, position, SIZE: tl.constexpr, ROPE: tl.con
 
 
 @triton.jit
-def _queries(
-    q_ptr, rope_ptr, row, heads, position, part_stride, row_stride, eps,
-    HEADS: tl.constexpr, SIZE: tl.constexpr, ROPE: tl.constexpr, PARTS: tl.constexpr,
-):  # fmt: skip
-    # The queries of some heads [heads, SIZE] float32: every one as long as sqrt(SIZE), then turned.
+def _partners(x, SHAPE: tl.constexpr, PAIRS: tl.constexpr):
+    # x [*SHAPE] float32, as PAIRS [*, n/2, 2] with the two numbers of every pair exchanged. Neighbours lie in one
+    # thread, so nothing is loaded twice and nothing moves. Sums of whole numbers, which wrap around, lose nothing.
+    bits = tl.reshape(x, PAIRS).to(tl.int32, bitcast=True)
+    sums = tl.sum(bits, axis=len(PAIRS) - 1, keep_dims=True)
+    return tl.reshape((sums - bits).to(tl.float32, bitcast=True), SHAPE)
+
+
+@triton.jit
+def turn_queries(q, rope_ptr, position, HEADS: tl.constexpr, SIZE: tl.constexpr, ROPE: tl.constexpr):
+    """Queries q [HEADS, SIZE] float32 with their last ROPE dimensions turned by the position."""
+    # Without tl.join or conditions: after these the compiler lays products out for numbers of fewer bits.
     dim = tl.arange(0, SIZE)
-    inside = (heads < HEADS)[:, None]
+    odd = (dim % 2).to(tl.float32)
+    even = 1.0 - odd
     angle = dim - (SIZE - ROPE)
-    is_turned = (angle >= 0)[None, :]
-    base = q_ptr + row * row_stride + heads[:, None] * SIZE
-    q = tl.load(base + dim[None, :], mask=inside, other=0.0).to(tl.float32)
-    # Of a pair's other dimension.
-    other = tl.load(base + (dim ^ 1)[None, :], mask=inside & is_turned, other=0.0).to(tl.float32)
-    for part in tl.static_range(1, PARTS):
-        q += tl.load(base + part * part_stride + dim[None, :], mask=inside, other=0.0)
-        other += tl.load(base + part * part_stride + (dim ^ 1)[None, :], mask=inside & is_turned, other=0.0)
-    scale = tl.rsqrt(tl.sum(q * q, axis=1) / SIZE + eps)[:, None]
-    at = rope_ptr + position * ROPE + (angle // 2) * 2
-    cos = tl.load(at, mask=angle >= 0, other=1.0)
-    sin = tl.load(at + 1, mask=angle >= 0, other=0.0)
-    sin = tl.where(angle % 2 == 0, -sin, sin)
-    return q * scale * cos[None, :] + other * scale * sin[None, :]
+    turn = tl.load(rope_ptr + position * ROPE + angle, mask=angle >= 0, other=even)
+    partner = _partners(turn, (SIZE,), (SIZE // 2, 2))
+    cos, sin = turn * even + partner * odd, turn * odd - partner * even
+    return q * cos[None, :] + _partners(q, (HEADS, SIZE), (HEADS, SIZE // 2, 2)) * sin[None, :]
 
 
 @triton.jit
 def _span_size(count, SPAN: tl.constexpr, MOST: tl.constexpr):
-    # Entries of a span of a row that looks at ``count`` entries.
+    # Keys of a span of a row that looks at ``count`` of them in at most MOST spans.
     units = (count + SPAN - 1) // SPAN
     size = count * 0 + SPAN
     for step in tl.static_range(0, 16):
@@ -139,50 +144,62 @@ def _attend_latents(
     q_ptr, cache_ptr, rows_ptr, positions_ptr, first_seen_ptr, ends_ptr, rope_ptr, chosen_ptr, mixed_ptr, stats_ptr,
     part_stride, row_stride, cache_stride, slot_stride, first_slot, ring, scale, eps,
     HEADS: tl.constexpr, SIZE: tl.constexpr, ROPE: tl.constexpr, PARTS: tl.constexpr, RATIO: tl.constexpr,
-    TOPK: tl.constexpr, SPANS: tl.constexpr, SPAN: tl.constexpr, MOST: tl.constexpr, TILE: tl.constexpr,
-    BLOCK: tl.constexpr, STAGES: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr,
+    TOPK: tl.constexpr, SPANS: tl.constexpr, SPAN: tl.constexpr, WINDOWS: tl.constexpr, MOST: tl.constexpr,
+    TILE: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     span = tl.program_id(2)
+    heads = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    dim = tl.arange(0, SIZE)
+    is_head = heads < HEADS
     wait(PDL)
+    # All that depends on the row alone is asked for before any of it is used.
     position = tl.load(positions_ptr + row).to(tl.int32)
     low = tl.maximum(tl.load(first_seen_ptr + row).to(tl.int32), 0)
     high = tl.load(ends_ptr + row).to(tl.int32)
+    base = cache_ptr + tl.load(rows_ptr + row).to(tl.int64) * cache_stride
+    at = q_ptr + row * row_stride + heads[:, None] * SIZE + dim[None, :]
+    q = tl.load(at, mask=is_head[:, None], other=0.0).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        q += tl.load(at + part * part_stride, mask=is_head[:, None], other=0.0)
+    is_window = span < WINDOWS
     is_chosen = False
+    # Keys of a row's window follow each other in the ring, and are fewer than it holds.
+    lap = low - low % ring
+    size = _span_size(high - low, SPAN, WINDOWS)
+    start = low + span * size
+    stop = tl.minimum(start + size, high)
     if RATIO > 0:
         count = (position + 1) // RATIO
         if TOPK > 0:
-            is_chosen = count > TOPK
+            is_chosen = (count > TOPK) & ~is_window
             count = tl.minimum(count, TOPK)
-        if span > 0:
-            size = _span_size(count, SPAN, MOST)
-            low = (span - 1) * size
-            high = tl.minimum(low + size, count)
-    if low < high:
-        heads = tl.program_id(1) * TILE + tl.arange(0, TILE)
-        dim = tl.arange(0, SIZE)
-        q = _queries(q_ptr, rope_ptr, row, heads, position, part_stride, row_stride, eps, HEADS, SIZE, ROPE, PARTS)
-        q = q.to(cache_ptr.dtype.element_ty)
-        base = cache_ptr + tl.load(rows_ptr + row).to(tl.int64) * cache_stride
+        size = _span_size(count, SPAN, MOST)
+        start = tl.where(is_window, start, (span - WINDOWS) * size)
+        stop = tl.where(is_window, stop, tl.minimum(start + size, count))
+    if start < stop:
+        unit = q * tl.rsqrt(tl.sum(q * q, axis=1) / SIZE + eps)[:, None]
+        turned = turn_queries(unit, rope_ptr, position, TILE, SIZE, ROPE).to(cache_ptr.dtype.element_ty)
         top = tl.full((TILE,), float("-inf"), tl.float32)
         total = tl.zeros((TILE,), tl.float32)
         mixed = tl.zeros((TILE, SIZE), tl.float32)
-        for start in tl.range(low, high, BLOCK, num_stages=STAGES):
-            key = start + tl.arange(0, BLOCK)
-            is_key = key < high
-            slot = first_slot + key % ring
+        for first in tl.range(start, stop, BLOCK, num_stages=STAGES):
+            key = first + tl.arange(0, BLOCK)
+            is_key = key < stop
+            slot = key - lap
+            slot = first_slot + tl.where(slot >= ring, slot - ring, slot)
             if RATIO > 0:
                 entry = key
                 if TOPK > 0:
-                    picked = tl.load(chosen_ptr + row * TOPK + key, mask=is_key & is_chosen & (span > 0), other=0)
+                    # Also read where all entries are looked at, so as not to wait for the position.
+                    picked = tl.load(chosen_ptr + row * TOPK + key, mask=is_key & ~is_window, other=0)
                     entry = tl.where(is_chosen, picked, key)
-                slot = tl.where(span > 0, first_slot + ring + entry, slot)
-            at = base + slot.to(tl.int64)[:, None] * slot_stride + dim[None, :]
-            latents = tl.load(at, mask=is_key[:, None], other=0.0)
+                slot = tl.where(is_window, slot, first_slot + ring + entry)
+            latents = tl.load(base + slot[:, None] * slot_stride + dim[None, :], mask=is_key[:, None], other=0.0)
             if EXACT:
-                score = tl.dot(q, tl.trans(latents), input_precision="ieee") * scale
+                score = tl.dot(turned, tl.trans(latents), input_precision="ieee") * scale
             else:
-                score = tl.dot(q, tl.trans(latents)) * scale
+                score = tl.dot(turned, tl.trans(latents)) * scale
             score = tl.where(is_key[None, :], score, float("-inf"))
             new_top = tl.maximum(top, tl.max(score, axis=1))
             weight = tl.exp2(score - new_top[:, None])
@@ -193,18 +210,18 @@ def _attend_latents(
             else:
                 mixed = tl.dot(weight.to(latents.dtype), latents, mixed * shrink[:, None])
             top = new_top
-        part = (row * HEADS + heads) * SPANS + span
-        is_head = heads < HEADS
-        tl.store(mixed_ptr + part[:, None] * SIZE + dim[None, :], mixed, mask=is_head[:, None])
-        tl.store(stats_ptr + part * 2, top, mask=is_head)
-        tl.store(stats_ptr + part * 2 + 1, total, mask=is_head)
+        to = (row * HEADS + heads) * SPANS + span
+        tl.store(mixed_ptr + to[:, None] * SIZE + dim[None, :], mixed, mask=is_head[:, None])
+        tl.store(stats_ptr + to * 2, top, mask=is_head)
+        tl.store(stats_ptr + to * 2 + 1, total, mask=is_head)
 
 
 @triton.jit
 def _join_latents(
-    mixed_ptr, stats_ptr, positions_ptr, rope_ptr, sinks_ptr, out_ptr,
+    mixed_ptr, stats_ptr, positions_ptr, first_seen_ptr, ends_ptr, rope_ptr, sinks_ptr, out_ptr,
     HEADS: tl.constexpr, SIZE: tl.constexpr, ROPE: tl.constexpr, RATIO: tl.constexpr, TOPK: tl.constexpr,
-    SPANS: tl.constexpr, SPAN: tl.constexpr, MOST: tl.constexpr, PAIRS: tl.constexpr, PDL: tl.constexpr,
+    ROOM: tl.constexpr, SPANS: tl.constexpr, SPAN: tl.constexpr, WINDOWS: tl.constexpr, MOST: tl.constexpr,
+    PAIRS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -214,18 +231,21 @@ def _join_latents(
     top = tl.load(sinks_ptr + head) * 1.4426950408889634
     wait(PDL)
     position = tl.load(positions_ptr + row).to(tl.int32)
-    spans = 1
+    seen = tl.load(ends_ptr + row).to(tl.int32) - tl.maximum(tl.load(first_seen_ptr + row).to(tl.int32), 0)
+    size = _span_size(seen, SPAN, WINDOWS)
+    windows = (seen + size - 1) // size
+    spans = WINDOWS
     if RATIO > 0:
         count = (position + 1) // RATIO
         if TOPK > 0:
             count = tl.minimum(count, TOPK)
         size = _span_size(count, SPAN, MOST)
-        spans = 1 + (count + size - 1) // size
+        spans += (count + size - 1) // size
     total = 1.0
     mixed = tl.zeros((PAIRS, 2), tl.float32)
-    part = (row * HEADS + head) * SPANS
+    part = (row * HEADS + head) * ROOM
     for span in tl.static_range(SPANS):
-        is_span = span < spans
+        is_span = span < (windows if span < WINDOWS else spans)
         # Other multiprocessors wrote these: not from the cache of this one.
         span_top = tl.load(stats_ptr + (part + span) * 2, mask=is_span, other=float("-inf"), cache_modifier=".cg")
         span_total = tl.load(stats_ptr + (part + span) * 2 + 1, mask=is_span, other=0.0, cache_modifier=".cg")
@@ -263,36 +283,37 @@ def launch_latent_attention(
     tile: Tile | None = None,
 ) -> None:
     """See ``latent_attention``. ``tile`` stands in for the tuned one, for measuring."""
-    from sparkchat.kernels.latent_attention import MOST_SPANS, SPAN, latent_spans
+    from sparkchat.kernels.latent_attention import MOST_SPANS, SPAN, WINDOW_SPANS, latent_spans
 
     num_rows, heads, size = out.shape
-    room, spans = workspace.mixed.shape[2], latent_spans(shape, context)
+    is_exact = cache.dtype == torch.float32
+    tile = tile or (EXACT_TILE if is_exact else HALF_TILE)
+    room, spans = workspace.mixed.shape[2], latent_spans(shape, context, tile.span or SPAN)
     _check(cache, shape)
     check_flat(rows, positions, first_seen, ends, rope, sinks, out, chosen)
     if spans > room or workspace.mixed.shape[1] != heads or num_rows > workspace.mixed.shape[0]:
         raise ValueError(
             f"the workspace of {tuple(workspace.mixed.shape)} has no room for {num_rows} rows of {spans} spans"
         )
-    is_exact = cache.dtype == torch.float32
-    tile = tile or (EXACT_TILE if is_exact else HALF_TILE)
-    of_heads = max(16, min(tile.heads, power_of_two(heads)))
+    of_heads = max(tile.least_heads, min(tile.heads, power_of_two(heads)))
+    cut = {"SPAN": tile.span or SPAN, "WINDOWS": WINDOW_SPANS, "MOST": MOST_SPANS}
     launch(
         _attend_latents, (num_rows, -(-heads // of_heads), spans),
         q, cache, rows, positions, first_seen, ends, rope, rows if chosen is None else chosen, workspace.mixed,
         workspace.stats, q.stride(0) if q.dim() == 3 else 0, q.stride(-2), cache.stride(0), cache.stride(1),
         shape.first_slot, shape.ring, size**-0.5 * _LOG2E, shape.eps,
         HEADS=heads, SIZE=size, ROPE=shape.rope_dim, PARTS=1 if q.dim() == 2 else q.shape[0], RATIO=shape.ratio,
-        TOPK=shape.topk, SPANS=room, SPAN=SPAN, MOST=MOST_SPANS, TILE=of_heads, BLOCK=tile.keys,
+        TOPK=shape.topk, SPANS=room, TILE=of_heads, BLOCK=tile.keys,
         # Where entries are chosen, what is loaded depends on a load: the pipeline needs a second stage for each.
         STAGES=2 * tile.stages - 1 if shape.topk else tile.stages,
-        EXACT=is_exact, num_warps=tile.warps,
+        EXACT=is_exact, **cut, num_warps=tile.warps,
     )  # fmt: skip
     pairs = min(_PAIRS, size // 2)
     launch(
         _join_latents, (num_rows, heads, size // 2 // pairs),
-        workspace.mixed, workspace.stats, positions, rope, sinks, out,
-        HEADS=heads, SIZE=size, ROPE=shape.rope_dim, RATIO=shape.ratio, TOPK=shape.topk, SPANS=room, SPAN=SPAN,
-        MOST=MOST_SPANS, PAIRS=pairs, num_warps=1,
+        workspace.mixed, workspace.stats, positions, first_seen, ends, rope, sinks, out,
+        HEADS=heads, SIZE=size, ROPE=shape.rope_dim, RATIO=shape.ratio, TOPK=shape.topk, ROOM=room, SPANS=spans,
+        PAIRS=pairs, **cut, num_warps=1,
     )  # fmt: skip
 
 
