@@ -82,9 +82,8 @@ def _connect(
     weights: list[StreamWeights],
     space: HyperWorkspace,
     fixed: tuple,
-    is_one: bool | None = None,
 ) -> None:
-    launch_connect_streams(streams, weights[i], space, *fixed, is_one)
+    launch_connect_streams(streams, weights[i], space, *fixed)
 
 
 TILES = {
