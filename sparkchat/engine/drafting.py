@@ -63,7 +63,12 @@ def _draw_from_shortlist(
     base: Tensor,
 ) -> Draft:
     """As ``_draw_block``, over the likeliest tokens alone."""
+    assert pair.drafter is not None
     uniforms = _uniforms(states, drafting, max(lens))
+    heads = getattr(pair.drafter, "lane_heads", None)
+    if heads is not None:
+        drawn = shortlist.draw_by_kernel(pair, heads, states, lens, drafting, row_starts, hidden, base, uniforms)
+        return Draft(drawn[0], frozenset(drawn[1]))
     # NaN and +inf both reach the peak of a row.
     is_sound = sampling.row_peaks(base).isfinite().tolist()
     proposal, befores, damaged = shortlist.draw_block(pair, states, lens, drafting, row_starts, hidden, base, uniforms)

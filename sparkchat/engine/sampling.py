@@ -73,13 +73,25 @@ class TokenHistory:
 
     def has_seen(self, token_ids: np.ndarray) -> np.ndarray:
         """Which of ``token_ids [M]`` stand in prompt or output."""
-        if len(token_ids) and int(token_ids.max()) >= len(self._is_seen):
-            self._is_seen = np.zeros(int(token_ids.max()) + 1, dtype=bool)
+        return self.seen_below(int(token_ids.max()) + 1 if len(token_ids) else 0)[token_ids]
+
+    def seen_below(self, size: int) -> np.ndarray:
+        """Whether each token id below ``size`` stands in prompt or output, [size or more] bool. A view."""
+        if size > len(self._is_seen):
+            self._is_seen = np.zeros(size, dtype=bool)
             self._num_marked = 0
         fresh = self._seen_ids[self._num_marked : self._num_seen]
         self._is_seen[fresh[fresh < len(self._is_seen)]] = True
         self._num_marked = self._num_seen
-        return self._is_seen[token_ids]
+        return self._is_seen
+
+    def counts_below(self, size: int) -> np.ndarray:
+        """How often each token id below ``size`` was delivered, [size] float32."""
+        counts = np.zeros(size, dtype=np.float32)
+        ids = self._output_ids[: len(self._output_slot)]
+        is_below = ids < size
+        counts[ids[is_below]] = self._output_counts[: len(ids)][is_below]
+        return counts
 
     def counts_of(self, token_ids: np.ndarray) -> np.ndarray:
         """How often each of ``token_ids [M]`` was delivered, float32."""

@@ -16,16 +16,18 @@ import torch
 from torch import Tensor
 
 from sparkchat.engine.acceptance import Proposal
-from sparkchat.engine.draft_temperature import adapted
-from sparkchat.engine.filters import filter_law, top_k_law
+from sparkchat.engine.draft_temperature import SHARPENING, WIDEST, adapted
+from sparkchat.engine.filters import SLACK, filter_law, top_k_law
 from sparkchat.engine.laws import bias_draft_rows
 from sparkchat.engine.pair import LoadedPair
 from sparkchat.engine.request import RequestState
 from sparkchat.engine.sampling import GREEDY_BELOW
+from sparkchat.models.dspark.lane_heads import LaneHeads
 
 SIZE = 256
 SMALLEST_VOCABULARY = 4096
 """Below this a pass over everything is cheap, and the exact law of the whole vocabulary is used."""
+_NOTHING, _NO_COUNTS = np.zeros(0, dtype=bool), np.zeros(0, dtype=np.float32)
 
 
 def suits(pair: LoadedPair) -> bool:
@@ -62,8 +64,90 @@ class Shortlist:
 
 
 def _largest(logits: np.ndarray, size: int) -> np.ndarray:
-    """[N, size] columns of the largest entries of each row, in no order."""
-    return np.argpartition(logits, logits.shape[1] - size, axis=1)[:, logits.shape[1] - size :]
+    """[N, size] columns of the largest entries of each row, ascending."""
+    return np.sort(np.argpartition(logits, logits.shape[1] - size, axis=1)[:, logits.shape[1] - size :], axis=1)
+
+
+def draw_by_kernel(
+    pair: LoadedPair,
+    heads: LaneHeads,
+    states: Sequence[RequestState],
+    lens: Sequence[int],
+    drafting: Sequence[int],
+    row_starts: Sequence[int],
+    hidden: Tensor,
+    base: Tensor,
+    uniforms: Tensor,
+) -> tuple[Proposal, set[int]]:
+    """As ``draw_block``, a request in one call, the proposal with its confidences; and the requests with logits or
+    biases that are no numbers."""
+    from sparkchat.kernels.cpu import shortlist as kernel
+
+    width, rows, hidden_rows, u = max(lens), base.numpy(), hidden.numpy(), uniforms.numpy()
+    ids = np.full((len(states), width), -1, dtype=np.int64)
+    index = np.zeros((len(states), width), dtype=np.int64)
+    probs = np.zeros((len(states), width, SIZE), dtype=np.float32)
+    support = np.zeros((len(states), width, SIZE), dtype=np.int64)
+    confidence = np.zeros((len(states), width), dtype=np.float32)
+    vocab, damaged = pair.target.config.vocab_size, set()
+    for i, r in enumerate(drafting):
+        state, first, last, n = states[r], row_starts[i], row_starts[i + 1], lens[r]
+        if state.sampling.logit_bias or state.sampling.min_tokens:
+            bias_draft_rows(base[first:last], state, pair.draft_index_of)
+        s = state.sampling
+        is_counted = bool(s.presence_penalty or s.frequency_penalty)
+        is_sound = kernel.draw_block(
+            rows[first:last],
+            hidden_rows[first:last],
+            heads.mapping,
+            heads.w1,
+            heads.w2,
+            heads.judge,
+            state.history.seen_below(vocab) if s.repetition_penalty != 1.0 else _NOTHING,
+            state.history.counts_below(vocab) if is_counted else _NO_COUNTS,
+            _settings(state, heads.bias),
+            state.anchor,
+            u[i, :n],
+            ids[r, :n],
+            index[r, :n],
+            probs[r, :n],
+            support[r, :n],
+            confidence[r, :n],
+        )
+        if not is_sound:
+            damaged.add(r)
+    proposal = Proposal(
+        ids=torch.from_numpy(ids),
+        lens=torch.tensor(list(lens)),
+        probs=torch.from_numpy(probs),
+        draft_index=torch.from_numpy(index),
+        confidence_logit=torch.from_numpy(confidence),
+        draft_to_target=torch.from_numpy(support),
+    )
+    return proposal, damaged
+
+
+def _settings(state: RequestState, confidence_bias: float) -> np.ndarray:
+    """Of the kernel, by the places that it names."""
+    s = state.sampling
+    is_adaptive = state.draft_temperature == "adaptive"
+    return np.array(
+        (
+            s.temperature,
+            s.top_k,
+            s.top_p,
+            s.min_p,
+            s.repetition_penalty,
+            s.presence_penalty,
+            s.frequency_penalty,
+            state.is_greedy,
+            WIDEST if is_adaptive else 0.0,
+            SHARPENING,
+            SLACK,
+            confidence_bias,
+        ),
+        np.float64,
+    )
 
 
 @np.errstate(over="ignore", invalid="ignore")  # what is no number is found and reported

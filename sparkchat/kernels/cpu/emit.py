@@ -97,7 +97,7 @@ class Emitter:
             # LLVM finds this instruction by itself in some places and takes five others in the rest.
             halves = [self._pmaddwd(*(self._half(v, i) for v in (a, b))) for i in (0, 1)]
             both = self.builder.shuffle_vector(*halves, ir.Constant(_WORDS, list(range(LANES))))
-            return self.builder.add(sums, both)
+            return self._settled(self.builder.add(sums, both))
         products = []
         for odd in (0, 1):
             mask = ir.Constant(_WORDS, list(range(odd, 2 * LANES, 2)))
@@ -105,14 +105,21 @@ class Emitter:
             products.append(self.builder.mul(left, right))
         return self.builder.add(sums, self.builder.add(*products))
 
-    def _half(self, values: ir.Value, half: int) -> ir.Value:
-        places = list(range(half * LANES, (half + 1) * LANES))
-        return self.builder.shuffle_vector(values, values, ir.Constant(_WORDS, places))
+    def _half(self, values: ir.Value, half: int, width: int = LANES) -> ir.Value:
+        places = list(range(half * width, (half + 1) * width))
+        return self.builder.shuffle_vector(values, values, ir.Constant(ir.VectorType(I32, width), places))
 
     def _pmaddwd(self, a: ir.Value, b: ir.Value) -> ir.Value:
         kind = ir.FunctionType(ir.VectorType(I32, LANES // 2), [ir.VectorType(ir.IntType(16), LANES)] * 2)
         name = "llvm.x86.avx2.pmadd.wd"
         return self.builder.call(cgutils.get_or_insert_function(self.builder.module, kind, name), [a, b])
+
+    def _settled(self, sums: ir.Value) -> ir.Value:
+        """The same number, of which LLVM knows nothing: it would make trees of a tile's sums, and have no registers for
+        their leaves."""
+        kind = ir.FunctionType(ir.VectorType(I32, LANES // 2), [ir.VectorType(I32, LANES // 2)])
+        halves = [self.builder.asm(kind, "", "=x,0", [self._half(sums, i, LANES // 2)], False) for i in (0, 1)]
+        return self.builder.shuffle_vector(*halves, ir.Constant(_WORDS, list(range(LANES))))
 
     def whole(self, sums: ir.Value) -> ir.Value:
         """[16] whole numbers as float32."""

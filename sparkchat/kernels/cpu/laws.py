@@ -54,8 +54,8 @@ def _total(e: Emitter, x: ir.Value, blocks: ir.Value) -> ir.Value:
     return e.total(sums)
 
 
-_peak_of = primitive("peak", 2, _peak, types.float32)
-_soften_row = primitive("soften", 5, _soften, types.float32, floats=(2, 3))
+peak_of = primitive("peak", 2, _peak, types.float32)
+soften_row = primitive("soften", 5, _soften, types.float32, floats=(2, 3))
 _total_of = primitive("total", 2, _total, types.float32)
 
 
@@ -65,7 +65,7 @@ def find_peaks(logits, peaks):
     size = logits.shape[1]
     whole = size // 16
     for row in range(logits.shape[0]):
-        most = _peak_of(logits[row].ctypes.data, whole) if whole else np.float32(-np.inf)
+        most = peak_of(logits[row].ctypes.data, whole) if whole else np.float32(-np.inf)
         for i in range(whole * 16, size):
             value = logits[row, i]
             if value > most or np.isnan(value):
@@ -84,7 +84,7 @@ def soften(logits, peak, temperature, law):
     total = 0.0
     for first in range(0, whole, _BLOCK // 16):
         count, offset = min(_BLOCK // 16, whole - first), first * 64
-        total += _soften_row(logits.ctypes.data + offset, count, peak, inverse, law.ctypes.data + offset)
+        total += soften_row(logits.ctypes.data + offset, count, peak, inverse, law.ctypes.data + offset)
     for i in range(whole * 16, size):
         value = np.float32(np.exp((logits[i] - peak) * inverse))
         law[i] = value

@@ -20,6 +20,7 @@ from sparkchat.models.dense import DecoderStack, DenseModel
 from sparkchat.models.dspark.backbone import Backbone
 from sparkchat.models.dspark.config import DrafterConfig, read_drafter_config
 from sparkchat.models.dspark.heads import ConfidenceHead, VanillaHead, load_confidence, load_head
+from sparkchat.models.dspark.lane_heads import LaneHeads
 from sparkchat.models.dummy import DummySource
 from sparkchat.models.kv_cache import KVCache
 from sparkchat.models.layers import Embedding
@@ -63,6 +64,8 @@ class Drafter:
         self._backbone, self._base_head, self._head, self._confidence = backbone, base_head, head, confidence
         self._device = device
         self._kv_dtype = kv_dtype
+        self.lane_heads = LaneHeads.of(head, confidence, draft_to_target, device)
+        """What draws a block in one call; None where that cannot be done."""
 
     @classmethod
     def load(

@@ -33,8 +33,8 @@ class VanillaHead:
     """B = W2 W1[x]"""
 
     def __init__(self, w1: Tensor, w2: Linear, w2_rows: Tensor | None) -> None:
-        """w2_rows [Vd, r] float32 is W2 unpacked, for biases of chosen tokens alone; None where none are asked for."""
-        self.embedding, self.w2, self._w2_rows = w1, w2, w2_rows
+        """w2_rows [Vd, r] is W2 unpacked, for biases of chosen tokens alone; None where none are asked for."""
+        self.embedding, self.w2, self.w2_rows = w1, w2, w2_rows
 
     def initial_state(self, count: int) -> Tensor:
         return torch.zeros((count, 0), device=self.embedding.device)
@@ -49,8 +49,8 @@ class VanillaHead:
 
     def rows_of(self, columns: Tensor) -> Tensor:
         """columns [...] draft ids -> their rows of W2 [..., r] float32."""
-        assert self._w2_rows is not None
-        return self._w2_rows.index_select(0, columns.flatten()).view(*columns.shape, -1)
+        assert self.w2_rows is not None
+        return self.w2_rows.index_select(0, columns.flatten()).view(*columns.shape, -1).float()
 
 
 class GatedHead(VanillaHead):
@@ -122,7 +122,7 @@ def load_head(
     w1 = source.take("markov_head.markov_w1.weight", vocab, r).to(device=device, dtype=dtype)
     # Biases of chosen tokens alone pay on the CPU only.
     w2_weight = source.take("markov_head.markov_w2.weight", draft_vocab, r)
-    rows = w2_weight.to(dtype).float() if device.type == "cpu" else None
+    rows = w2_weight.to(dtype) if device.type == "cpu" else None
     w2 = linear("markov_w2", draft_vocab, r)
     if kind == "gated":
         return GatedHead(w1, w2, rows, linear("gate_proj", r, d + r))
