@@ -28,22 +28,29 @@ def _chosen_rows(expert, first, counts_ptr, lists_ptr, list_size, at):
     """(are there such rows of the item, which choices these are)"""
     place = first + at
     is_row = place < tl.load(counts_ptr + 1 + expert)
-    choice = tl.load(lists_ptr + expert.to(tl.int64) * list_size + place, mask=is_row, other=0)
+    # Not masked by is_row, so that neither load waits for the other.
+    choice = tl.load(lists_ptr + expert.to(tl.int64) * list_size + tl.minimum(place, list_size - 1))
     return is_row, choice
 
 
 @triton.jit
+def _call_steps(codes_ptr, scales_ptr, begin, STEPS: tl.constexpr, WARPS: tl.constexpr):
+    """Call the codes and scales of so many steps of a pair of tiles into L2."""
+    call_bytes(codes_ptr + begin * 2048, STEPS * 2048, WARPS)
+    call_bytes(scales_ptr + begin * 128, STEPS * 128, WARPS)
+
+
+@triton.jit
 def _call_item(
-    part, item, shared_items, items_ptr, codes_ptr, shared_codes, CODES: tl.constexpr, PARTS: tl.constexpr,
+    part, item, shared_items, items_ptr, codes_ptr, scales_ptr, shared_codes, STEPS: tl.constexpr, PARTS: tl.constexpr,
     WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Call a part of PARTS of an item's codes into L2: CODES bytes of an expert, twice as many of the shared one."""
+    """Call a part of PARTS of an item into L2; an item has STEPS steps of pairs."""
     if item < shared_items:
-        call_bytes(shared_codes + part.to(tl.int64) * (2 * CODES // PARTS), 2 * CODES // PARTS, WARPS)
+        call_ahead(shared_codes + part.to(tl.int64) * (STEPS // PARTS * 4096), STEPS // PARTS, WARPS)
     else:
         expert = tl.load(items_ptr + item - shared_items) & 0xFFFF
-        begin = expert.to(tl.int64) * CODES + part * (CODES // PARTS)
-        call_bytes(codes_ptr + begin, CODES // PARTS, WARPS)
+        _call_steps(codes_ptr, scales_ptr, expert.to(tl.int64) * STEPS + part * (STEPS // PARTS), STEPS // PARTS, WARPS)
 
 
 @triton.jit
@@ -57,10 +64,10 @@ def _activate(gate, up, limit):
 @triton.jit(do_not_specialize=["num_rows", "list_size", "shared_items", "most_items", "next_items"])
 def _gate_up(
     x_ptr, codes_ptr, scales_ptr, shared_codes, shared_scales, items_ptr, counts_ptr, lists_ptr, weights_ptr, inner_ptr,
-    down_codes, down_shared, num_rows, list_size, shared_items, most_items, next_items, x_stride, limit,
+    down_codes, down_scales, down_shared, num_rows, list_size, shared_items, most_items, next_items, x_stride, limit,
     PER_ROW: tl.constexpr, TILES: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr,
     SPLIT: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr, SHARED_STAGES: tl.constexpr, LATE: tl.constexpr,
-    CALLS: tl.constexpr, DOWN_CODES: tl.constexpr, ROUND: tl.constexpr, PDL: tl.constexpr,
+    CALLS: tl.constexpr, DOWN_STEPS: tl.constexpr, ROUND: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # A pair of tiles is one of gate and one of up. Row n of part s lies at s * ROWS + n.
     tile, item = tl.program_id(0) * PAIRS, tl.program_id(1)
@@ -90,7 +97,7 @@ def _gate_up(
         expert, first = word & 0xFFFF, word >> 16
         begin = (expert.to(tl.int64) * TILES + tile) * STEPS
         if CALLS:
-            call_bytes(codes_ptr + begin * 2048, PAIRS * STEPS * 2048, WARPS)
+            _call_steps(codes_ptr, scales_ptr, begin, PAIRS * STEPS, WARPS)
         is_row, choice = _chosen_rows(expert, first, counts_ptr, lists_ptr, list_size, at)
         is_out, to = _chosen_rows(expert, first, counts_ptr, lists_ptr, list_size, out_at)
         weight = tl.load(weights_ptr + to, mask=is_out, other=0.0)
@@ -103,7 +110,7 @@ def _gate_up(
     later = items - 1 - item
     if later < next_items:
         _call_item(
-            tl.program_id(0), later, shared_items, items_ptr, down_codes, down_shared, DOWN_CODES,
+            tl.program_id(0), later, shared_items, items_ptr, down_codes, down_scales, down_shared, DOWN_STEPS,
             TILES // PAIRS, WARPS,
         )  # fmt: skip
     out_tile = tile + tl.arange(0, PAIRS)[:, None, None]
@@ -129,8 +136,8 @@ def _down(
         if item < shared_items:
             call_ahead(shared_codes + tile.to(tl.int64) * (STEPS * 4096), PAIRS * STEPS, WARPS)
         else:
-            ahead = ((word & 0xFFFF).to(tl.int64) * TILES + tile) * (STEPS * 2048)
-            call_bytes(codes_ptr + ahead, PAIRS * STEPS * 2048, WARPS)
+            ahead = ((word & 0xFFFF).to(tl.int64) * TILES + tile) * STEPS
+            _call_steps(codes_ptr, scales_ptr, ahead, PAIRS * STEPS, WARPS)
     wait(PDL)
     if item < shared_items:
         row, to_row = item * ROWS + at, item * ROWS + out_at
@@ -187,11 +194,11 @@ def launch_gate_up(
         _gate_up, (tiles // plan.pairs, shared_items + most),
         x, bank.tiles, bank.scales, shared.tiles, shared.scales,
         routing.items, routing.counts, routing.lists, routing.weights, inner,
-        weights.down.tiles, weights.shared_down.tiles,
+        weights.down.tiles, weights.down.scales, weights.shared_down.tiles,
         rows, routing.lists.shape[1], shared_items, most, plan.next_items, x.stride(0), limit,
         PER_ROW=per_row, TILES=tiles, STEPS=size // STEP, ROWS=tile, PAIRS=plan.pairs, SPLIT=plan.split,
         WARPS=plan.warps, STAGES=plan.stages, SHARED_STAGES=plan.shared_stages, LATE=plan.is_late, CALLS=plan.calls,
-        DOWN_CODES=both * size // 4, ROUND=is_rounded,
+        DOWN_STEPS=both // (2 * STEP) * (size // (2 * OUTS)), ROUND=is_rounded,
         num_warps=plan.warps, num_stages=plan.stages,
     )  # fmt: skip
 

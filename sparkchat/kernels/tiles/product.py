@@ -209,8 +209,8 @@ def call_ahead(codes, STEPS: tl.constexpr, WARPS: tl.constexpr):
 
 @triton.jit
 def call_bytes(codes, BYTES: tl.constexpr, WARPS: tl.constexpr):
-    """Call BYTES into L2, a multiple of 16 for every warp, each warp its share."""
-    if not INTERPRETED:
+    """Call BYTES into L2, a multiple of 16 for every warp, each warp its share; less than that is left alone."""
+    if not INTERPRETED and BYTES >= 16 * WARPS:
         thread = tl.arange(0, WARPS * 32)
         EACH: tl.constexpr = BYTES // WARPS
         # The instruction takes its address from the warp, so that of every lane alike it would take 32 turns.
