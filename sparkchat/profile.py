@@ -117,7 +117,7 @@ class Profile:
 def read_profile(file: Path, origin: Origin) -> ProfileFile:
     """Read and check one profile. Raises UsageError naming the file, the key and the nearest known key."""
     try:
-        data = tomllib.loads(file.read_text(encoding="utf-8"))
+        data = tomllib.loads(file.read_text(encoding="utf-8-sig"))
     except tomllib.TOMLDecodeError as error:
         raise UsageError(f"profile {file} is not valid TOML: {error}") from None
     except UnicodeDecodeError as error:
