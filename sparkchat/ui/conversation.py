@@ -125,6 +125,7 @@ class Conversation:
         self.turns: list[Turn] = []
         self.every_turn: list[Turn] = []
         """All branches, in the order they were asked."""
+        self._num_again = 0
         self._begin_session()
 
     def _begin_session(self) -> None:
@@ -241,8 +242,11 @@ class Conversation:
         return GenerateRequest(id=turn.request_id, sampling=self.sampling, session=self.session, **content)
 
     def request_again(self, turn: Turn) -> GenerateRequest:
-        """The request of the newest turn as it was, its answer left out."""
+        """The request of the newest turn as it was, its answer left out, under an id of its own."""
         request = self.request(turn)
+        self._num_again += 1
+        if self._num_again > 1:
+            request = replace(request, id=f"{request.id}-again-{self._num_again}")
         if request.messages is None or not turn.answer.text:
             return request
         return replace(request, messages=request.messages[:-1])

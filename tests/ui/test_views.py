@@ -174,6 +174,11 @@ async def test_comparing_runs_the_question_under_every_mode_with_one_seed(chat: 
         await c.pilot.pause(0.1)
         assert "speed-up" in c.screen and c.app.prompt.has_focus
         assert len(c.app.chat.conversation.messages) == 2 and c.app.chat.conversation.mode == "static"
+        # Once more: its answers can be told from those before, in a trace too.
+        await c.say("/compare")
+        await c.until(lambda: c.said.count("Fastest here") == 2)
+        assert len({request.id for request in c.engine.requests}) == len(c.engine.requests) == 9
+        assert c.engine.requests[5].messages == c.engine.requests[1].messages
 
 
 async def test_a_comparison_can_be_stopped(chat: Open) -> None:
