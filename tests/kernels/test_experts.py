@@ -26,6 +26,7 @@ from sparkchat.models.deepseek_v4.formats import ScaledWeight
 
 NAN = float("nan")
 LIMIT = 2.0
+IN_PARTS, ONE_PAIR = ExpertPlan(4, 1, 4, 2), ExpertPlan(1, 1, 1, 2)
 
 
 def codes_of(experts: int, out: int, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -81,7 +82,8 @@ def both(
     run_experts_reference(x, weights, routing, want.inner, want.parts, LIMIT, is_rounded)
     got.inner.fill_(NAN)
     got.parts.fill_(NAN)
-    with first_programs(2, x.device):
+    # A program has at least two pairs of tiles.
+    with first_programs(1, x.device):
         launch_gate_up(x, weights, routing, got.inner, LIMIT, is_rounded)
     with first_programs(1, x.device):
         launch_down(want.inner, weights, routing, got.parts, is_rounded)
@@ -105,8 +107,9 @@ def test_more_rows_than_a_tile_and_the_same_expert_twice(device: torch.device, m
     torch.testing.assert_close(*both(x, weights, routing), atol=2e-2, rtol=5e-3)
 
 
-def test_all_codes_and_scales_keep_their_value(device: torch.device) -> None:
+def test_all_codes_and_scales_keep_their_value(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of the identity through down: what comes out is the weight."""
+    monkeypatch.setattr(plan, "MOST_IN_FEW", 8)
     size, width = 128, 128
     codes = torch.arange(size * width // 2, device=device).to(torch.uint8).view(torch.int8).view(1, size, width // 2)
     scales = torch.arange(size * width // 32, device=device).view(1, size, width // 32) % 40 + 89
@@ -121,7 +124,7 @@ def test_all_codes_and_scales_keep_their_value(device: torch.device) -> None:
     inner = inner.to(torch.bfloat16 if device.type == "cuda" else torch.float32)
     parts = torch.full((2, width, size), NAN, device=device)
     with first_programs(1, device):
-        launch_down(inner, weights, routing, parts, False)
+        launch_down(inner, weights, routing, parts, False, ONE_PAIR)
     assert torch.equal(parts[0, :, :32].T, published[:32])
 
 
@@ -140,8 +143,8 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(device: torch.device, monke
     alone.weights.copy_(routing.weights[:1])
     inner = [ExpertBuffers.empty(count, 2, weights, x.dtype).inner for count in (10, 1)]
     with first_programs(1, device):
-        launch_gate_up(x, weights, routing, inner[0], LIMIT, False)
-        launch_gate_up(x[:1].clone(), weights, alone, inner[1], LIMIT, False)
+        launch_gate_up(x, weights, routing, inner[0], LIMIT, False, IN_PARTS)
+        launch_gate_up(x[:1].clone(), weights, alone, inner[1], LIMIT, False, IN_PARTS)
     # In sixteen rows beside others, and in a tile of eight alone; the shared expert's row is the last.
     assert_same_sums(inner[1][:, :16].float(), inner[0][[0, 1, 20], :16].float())
 
