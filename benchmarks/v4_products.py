@@ -26,6 +26,8 @@ from sparkchat.kernels.fp8.kernel import launch_fp8_linear
 from sparkchat.kernels.fp8.plan import Fp8Plan, tried
 from sparkchat.kernels.gate import Routing
 from sparkchat.kernels.gate.kernel import launch_route
+from sparkchat.kernels.gate.plan import PLAN, GatePlan
+from sparkchat.kernels.gate.plan import TRIED as GATE_PLANS
 from sparkchat.kernels.gemm import gemm_splits
 from sparkchat.kernels.gemm.kernel import launch_small_gemm
 from sparkchat.kernels.launch import overlap
@@ -259,8 +261,12 @@ def route_cases(make: Maker) -> Iterator[Case]:
         def scores(i: int, x: Tensor = x, logits: Tensor = logits) -> None:
             launch_small_gemm(x, layer.gate, logits, None, None, "partials")
 
-        def route(i: int, logits: Tensor = logits, routing: Routing = routing) -> None:
-            launch_route(logits, routing, 1.5, layer.bias, None, None)
+        arrived = torch.zeros(1, dtype=torch.int32, device=make.device)
+
+        def route(
+            i: int, plan: GatePlan = PLAN, logits: Tensor = logits, routing: Routing = routing, arrived=arrived
+        ) -> None:
+            launch_route(logits, routing, 1.5, layer.bias, None, None, arrived, plan)
 
         def whole(i: int, x=x, routing=routing, space=space, total=total, scores=scores, route=route) -> None:  # type: ignore[no-untyped-def]
             scores(i)
@@ -278,7 +284,8 @@ def route_cases(make: Maker) -> Iterator[Case]:
             route(0)
         size = sum(bytes_of([routing], make)) + 2 * EXPERTS * D
         yield Case(f"gate scores {rows} rows", 2 * EXPERTS * D, 1, {"used": scores})
-        yield Case(f"route {rows} rows", logits.nbytes, 1, {"used": route})
+        ways = {f"warps {p.warps}{', one launch' * p.is_one}": partial(route, plan=p) for p in GATE_PLANS}
+        yield Case(f"route {rows} rows", logits.nbytes, 1, ways)
         # Always the same experts: of 1 row they stay in the L2 cache, so that this shows what launches cost.
         yield Case(f"a layer's mixture {rows} rows", size, 1, {"used": whole, "overlapped": overlapped})
 

@@ -70,7 +70,7 @@ def stream_cases(make: Maker) -> Iterator[Case]:
             name = f"{plan.programs} programs, {plan.warps} warps, {plan.meeting.name.lower()}"
             space = hyper_workspace(rows, D, make.device, plan=plan)
             run = partial(
-                _connect, streams=streams, weights=weights, space=space, fixed=(*fixed, out, None, None, None, plan)
+                _connect, streams=streams, weights=weights, space=space, fixed=(*fixed, out, None, None, plan)
             )  # fmt: skip
             variants |= {name: run, f"{name}, overlapped": both(run)["overlapped"]}
         yield Case(f"v4 streams {rows} rows", each + rows * D * (4 * STREAMS + 16 + 2), count, variants)

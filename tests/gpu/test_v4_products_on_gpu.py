@@ -178,7 +178,20 @@ def test_router(rows: int, is_hashed: bool) -> None:
     tokens = torch.randint(0, 50, (rows,), device=CUDA)
     choice = {"table": table, "token_ids": tokens} if is_hashed else {"bias": torch.zeros(EXPERTS, device=CUDA)}
     got, want = (Routing.empty(rows, PER_ROW, EXPERTS, device) for device in (CUDA, torch.device("cpu")))
-    route(logits, got, 1.5, **choice)
+    apart, arrived = Routing.empty(rows, PER_ROW, EXPERTS, CUDA), torch.zeros(1, dtype=torch.int32, device=CUDA)
+    route(logits, apart, 1.5, **choice)
+    # Again and again: the count of programs starts from where the launch before has left it.
+    for _ in range(20):
+        for made in (got.chosen, got.counts, got.items, got.lists):
+            made.fill_(-1)
+        route(logits, got, 1.5, **choice, arrived=arrived)
+        assert torch.equal(got.weights, apart.weights) and torch.equal(got.chosen, apart.chosen)
+        assert torch.equal(got.counts, apart.counts)
+        count = int(got.counts[0])
+        assert torch.equal(got.items[:count], apart.items[:count])
+        for expert in apart.items[:count].bitwise_and(0xFFFF).tolist():
+            size = int(got.counts[1 + expert])
+            assert torch.equal(got.lists[expert, :size], apart.lists[expert, :size])
     cpu = {"bias": None, "table": None, "token_ids": None, **{name: t.cpu() for name, t in choice.items()}}
     route_reference(logits.cpu(), cpu["bias"], cpu["table"], cpu["token_ids"], 1.5, want)
     # Scores that differ in the last place may be ordered otherwise by another exponential.

@@ -81,7 +81,9 @@ def route() -> None:
     for rows in (1, 6, 64):
         routing, logits = Routing.empty(rows, PER_ROW, EXPERTS, CPU), torch.zeros(8, rows, EXPERTS)
         launch_route(logits, routing, 1.5, torch.zeros(EXPERTS), None, None)
-        launch_route(logits, routing, 1.5, None, table, torch.zeros(rows, dtype=torch.int64))
+        arrived = torch.zeros(1, dtype=torch.int32)
+        launch_route(logits, routing, 1.5, torch.zeros(EXPERTS), None, None, arrived)
+        launch_route(logits, routing, 1.5, None, table, torch.zeros(rows, dtype=torch.int64), arrived)
 
 
 def experts() -> None:

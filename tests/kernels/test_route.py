@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,6 +11,7 @@ from torch import Tensor
 from sparkchat.kernels.experts.plan import most_items, row_tile
 from sparkchat.kernels.gate import Routing, route
 from sparkchat.kernels.gate.kernel import launch_route
+from sparkchat.kernels.gate.plan import PLAN
 from sparkchat.kernels.gate.reference import list_choices, route_reference
 
 NAN = float("nan")
@@ -18,8 +21,12 @@ def both(logits: Tensor, per_row: int, **choice: Tensor | None) -> list[Routing]
     """By the kernel and by the reference."""
     given = {"bias": None, "table": None, "token_ids": None, **choice}
     rows, experts = logits.shape[-2:]
-    got = [Routing.empty(rows, per_row, experts, logits.device) for _ in range(2)]
-    launch_route(logits, got[0], 1.5, **given)
+    *got, apart = [Routing.empty(rows, per_row, experts, logits.device) for _ in range(3)]
+    arrived = torch.zeros(1, dtype=torch.int32, device=logits.device)
+    launch_route(logits, got[0], 1.5, **given, arrived=arrived)
+    assert arrived.tolist() == [0]
+    launch_route(logits, apart, 1.5, **given, plan=replace(PLAN, is_one=False))
+    assert_same(got[0], apart)
     route_reference(logits, given["bias"], given["table"], given["token_ids"], 1.5, got[1])
     return got
 
@@ -33,7 +40,7 @@ def assert_same(got: Routing, want: Routing) -> None:
         assert torch.equal(got.lists[expert, :count], want.lists[expert, :count]), expert
 
 
-@pytest.mark.parametrize(("rows", "experts", "per_row"), [(1, 8, 2), (6, 16, 6), (40, 12, 3), (3, 5, 5)])
+@pytest.mark.parametrize(("rows", "experts", "per_row"), [(1, 8, 2), (6, 16, 6), (20, 12, 3), (3, 5, 5)])
 def test_against_the_reference(rows: int, experts: int, per_row: int, device: torch.device) -> None:
     logits = torch.randn(rows, experts, device=device) * 8
     assert_same(*both(logits, per_row, bias=torch.randn(experts, device=device)))

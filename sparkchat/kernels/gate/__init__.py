@@ -18,13 +18,15 @@ def route(
     bias: Tensor | None = None,
     table: Tensor | None = None,
     token_ids: Tensor | None = None,
+    arrived: Tensor | None = None,
 ) -> None:
     """Fill ``routing`` from logits [N, E] float32, or partial sums [S, N, E] that are added in order.
 
     A score is sqrt(softplus(logit)). With ``bias`` [E] float32 the k experts with the largest score + bias are chosen,
     of equals the lower one; with ``table`` [V, k] int64 those that it names for ``token_ids`` [N] int64 (ids outside
     of it read its ends: rows that pad a batch have any). Weights are the scores of the chosen, without bias, over their
-    sum, times ``scale``. Logits that are no numbers give weights that are none. Raises ValueError for wrong shapes.
+    sum, times ``scale``. Logits that are no numbers give weights that are none. ``arrived`` [1] int32, 0 before and
+    behind each launch, belongs to a stream of launches; with it few rows take one. Raises ValueError for wrong shapes.
     """
     rows, per_row = routing.weights.shape
     experts = routing.lists.shape[0]
@@ -39,4 +41,4 @@ def route(
         return
     from sparkchat.kernels.gate.kernel import launch_route
 
-    launch_route(logits, routing, scale, bias, table, token_ids)
+    launch_route(logits, routing, scale, bias, table, token_ids, arrived)

@@ -1,4 +1,7 @@
-"""The router in one program: rows are taken a block at a time, experts lie side by side in registers."""
+"""The router: a program a row, so that no row knows of the others, and the lists of who goes where.
+
+Of few rows the lists are made by the program that ends last; of many by a second launch, some experts a program.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +10,12 @@ import triton.language as tl
 from torch import Tensor
 
 from sparkchat.kernels.experts.plan import row_tile
+from sparkchat.kernels.gate.plan import FEW_CHOICES, PLAN, GatePlan
 from sparkchat.kernels.gate.routing import Routing
 from sparkchat.kernels.launch import check_flat, launch, power_of_two, wait
 
-MOST_ROWS = 16
-"""Of a block."""
-
-
-@triton.jit
-def _best(key, expert, BLOCK: tl.constexpr):
-    """key [R, E] -> in each row true at the first of its largest"""
-    most = tl.max(key, axis=1)
-    first = tl.min(tl.where(key == most[:, None], expert[None, :], BLOCK), axis=1)
-    return expert[None, :] == first[:, None]
+_EXPERTS_LISTED, _CHOICES_LISTED = 8, 512
+"""Of a program and of a step, where lists are a launch of their own."""
 
 
 @triton.jit
@@ -32,62 +28,92 @@ def _softplus(x):
     return tl.where(x > 0.0, x, 0.0) + 2.0 * s * series
 
 
+@triton.jit
+def _scores(at, inside, part_stride, BLOCK: tl.constexpr, PARTS: tl.constexpr):
+    logits = tl.zeros((BLOCK,), tl.float32)
+    for part in tl.static_range(PARTS):
+        logits += tl.load(at + part * part_stride, mask=inside, other=0.0)
+    return tl.sqrt_rn(_softplus(logits))
+
+
+@triton.jit
+def _ranked(score, bias, expert, is_expert, BLOCK: tl.constexpr):
+    """Numbers in the order of score + bias, of equals the lower expert's larger; what is no number comes first."""
+    key = tl.where(score == score, score + bias, float("inf"))
+    bits = key.to(tl.int32, bitcast=True)
+    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    ranked = (bits.to(tl.int64) << 32) | (BLOCK - 1 - expert).to(tl.int64)
+    return tl.where(is_expert, ranked, -0x7FFFFFFFFFFFFFFF)
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def _route(
-    logits_ptr, bias_ptr, table_ptr, tokens_ptr, weights_ptr, chosen_ptr, lists_ptr, counts_ptr, items_ptr,
+    logits_ptr, bias_ptr, table_ptr, tokens_ptr, weights_ptr, chosen_ptr, lists_ptr, counts_ptr, items_ptr, arrived_ptr,
     num_rows, num_tokens, logits_stride, part_stride, scale,
     NUM_EXPERTS: tl.constexpr, PARTS: tl.constexpr, PER_ROW: tl.constexpr, HAS_TABLE: tl.constexpr,
-    TILE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    TILE: tl.constexpr, BLOCK: tl.constexpr, PLACES: tl.constexpr, CHOICES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    row = tl.program_id(0)
+    place = tl.arange(0, PLACES)
+    is_place = place < PER_ROW
     expert = tl.arange(0, BLOCK)
     is_expert = expert < NUM_EXPERTS
     if not HAS_TABLE:
         bias = tl.load(bias_ptr + expert, mask=is_expert, other=0.0)
     wait(PDL)
-    list_size = num_rows * PER_ROW
-    total = tl.zeros((BLOCK,), tl.int32)
-    for begin in range(0, num_rows, ROWS):
-        row = begin + tl.arange(0, ROWS)
-        is_row = row < num_rows
-        inside = is_row[:, None] & is_expert[None, :]
-        at = logits_ptr + row[:, None].to(tl.int64) * logits_stride + expert[None, :]
-        logits = tl.zeros((ROWS, BLOCK), tl.float32)
-        for part in tl.static_range(PARTS):
-            logits += tl.load(at + part * part_stride, mask=inside, other=0.0)
-        score = tl.sqrt_rn(_softplus(logits))
-        named = tl.zeros((ROWS, BLOCK), tl.int32)
-        if HAS_TABLE:
-            token = tl.load(tokens_ptr + row, mask=is_row, other=0)
-            token = tl.minimum(tl.maximum(token, 0), num_tokens - 1)
-            for place in tl.static_range(PER_ROW):
-                name = tl.load(table_ptr + token * PER_ROW + place).to(tl.int32)
-                named += (expert[None, :] == name[:, None]).to(tl.int32)
-        else:
-            # What is no number comes first, so that it shows.
-            key = tl.where(score == score, score + bias[None, :], float("inf"))
-            key = tl.where(is_expert[None, :], key, float("-inf"))
-            for _ in tl.static_range(PER_ROW):
-                best = _best(key, expert, BLOCK)
-                named += best.to(tl.int32)
-                key = tl.where(best, float("-inf"), key)
-        named = tl.where(inside, named, 0)
-        sum_of_chosen = tl.sum(tl.where(named > 0, score * named.to(tl.float32), 0.0), axis=1)
-        weight = score / sum_of_chosen[:, None] * scale
-        place = tl.cumsum(named, axis=1) - named
-        before = total[None, :] + tl.cumsum(named, axis=0) - named
-        most = 1
-        if HAS_TABLE:
-            most = tl.max(tl.max(named, axis=1), axis=0)
-        for again in range(most):
-            is_named = named > again
-            choice = row[:, None] * PER_ROW + place + again
-            tl.store(weights_ptr + choice, weight, mask=is_named)
-            tl.store(chosen_ptr + choice, tl.broadcast_to(expert[None, :], (ROWS, BLOCK)), mask=is_named)
-            tl.store(
-                lists_ptr + expert[None, :].to(tl.int64) * list_size + before + again, choice, mask=is_named
+    logits_ptr += row.to(tl.int64) * logits_stride
+    if HAS_TABLE:
+        token = tl.load(tokens_ptr + row)
+        token = tl.minimum(tl.maximum(token, 0), num_tokens - 1)
+        name = tl.load(table_ptr + token * PER_ROW + place, mask=is_place, other=0).to(tl.int32)
+        chosen = _scores(logits_ptr + name, is_place, part_stride, PLACES, PARTS)
+    else:
+        score = _scores(logits_ptr + expert, is_expert, part_stride, BLOCK, PARTS)
+        ranked = _ranked(score, bias, expert, is_expert, BLOCK)
+        name = tl.zeros((PLACES,), tl.int32)
+        chosen = tl.zeros((PLACES,), tl.float32)
+        for turn in tl.static_range(PER_ROW):
+            best = BLOCK - 1 - (tl.max(ranked, axis=0) & 0xFFFFFFFF).to(tl.int32)
+            ranked = tl.where(expert == best, -0x7FFFFFFFFFFFFFFF, ranked)
+            name = tl.where(place == turn, best, name)
+            chosen = tl.where(place == turn, tl.sum(tl.where(expert == best, score, 0.0), axis=0), chosen)
+    chosen = tl.where(is_place, chosen, 0.0)
+    weight = chosen / tl.sum(chosen, axis=0) * scale
+    # Experts ascending.
+    is_before = (name[None, :] < name[:, None]) | ((name[None, :] == name[:, None]) & (place[None, :] < place[:, None]))
+    to = row * PER_ROW + tl.sum((is_before & is_place[None, :]).to(tl.int32), axis=1)
+    tl.store(weights_ptr + to, weight, mask=is_place)
+    tl.store(chosen_ptr + to, name, mask=is_place)
+    if CHOICES > 0:
+        # All threads have written before the program is counted.
+        tl.debug_barrier()
+        if tl.atomic_add(arrived_ptr, 1, sem="acq_rel", scope="gpu") == num_rows - 1:
+            tl.debug_barrier()
+            tl.store(arrived_ptr, 0)
+            _list_few(
+                chosen_ptr, lists_ptr, counts_ptr, items_ptr, num_rows * PER_ROW, NUM_EXPERTS, TILE, BLOCK, CHOICES
             )  # fmt: skip
-        total += tl.sum(named, axis=0)
-    tl.store(counts_ptr + 1 + expert, total, mask=is_expert)
+
+
+@triton.jit
+def _list_few(
+    chosen_ptr, lists_ptr, counts_ptr, items_ptr, count,
+    NUM_EXPERTS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, CHOICES: tl.constexpr,
+):  # fmt: skip
+    choice = tl.arange(0, CHOICES)
+    inside = choice < count
+    # Other multiprocessors wrote these: not from the cache of this one.
+    name = tl.load(chosen_ptr + choice, mask=inside, other=0, cache_modifier=".cg")
+    is_earlier = (name[None, :] == name[:, None]) & (choice[None, :] < choice[:, None])
+    place = tl.sum(is_earlier.to(tl.int32), axis=1)
+    tl.store(lists_ptr + name.to(tl.int64) * count + place, choice, mask=inside)
+    _write_items(tl.histogram(name, BLOCK, mask=inside), counts_ptr, items_ptr, NUM_EXPERTS, TILE, BLOCK)
+
+
+@triton.jit
+def _write_items(total, counts_ptr, items_ptr, NUM_EXPERTS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr):
+    expert = tl.arange(0, BLOCK)
+    tl.store(counts_ptr + 1 + expert, total, mask=expert < NUM_EXPERTS)
     tiles = (total + TILE - 1) // TILE
     first_item = tl.cumsum(tiles, axis=0) - tiles
     for tile in range(tl.max(tiles, axis=0)):
@@ -95,21 +121,62 @@ def _route(
     tl.store(counts_ptr, tl.sum(tiles, axis=0))
 
 
+@triton.jit(do_not_specialize=["count"])
+def _list_choices(
+    chosen_ptr, lists_ptr, counts_ptr, items_ptr, count,
+    NUM_EXPERTS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, EXPERTS: tl.constexpr, CHOICES: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    expert = program * EXPERTS + tl.arange(0, EXPERTS)
+    wait(PDL)
+    listed = tl.zeros((EXPERTS,), tl.int32)
+    total = tl.zeros((BLOCK,), tl.int32)
+    for begin in range(0, count, CHOICES):
+        choice = begin + tl.arange(0, CHOICES)
+        inside = choice < count
+        name = tl.load(chosen_ptr + choice, mask=inside, other=-1)
+        is_named = (name[None, :] == expert[:, None]).to(tl.int32)
+        place = listed[:, None] + tl.cumsum(is_named, axis=1) - is_named
+        to = lists_ptr + expert[:, None].to(tl.int64) * count + place
+        tl.store(to, tl.broadcast_to(choice[None, :], (EXPERTS, CHOICES)), mask=is_named != 0)
+        listed += tl.sum(is_named, axis=1)
+        if program == 0:
+            total += tl.histogram(tl.maximum(name, 0), BLOCK, mask=inside)
+    if program == 0:
+        _write_items(total, counts_ptr, items_ptr, NUM_EXPERTS, TILE, BLOCK)
+
+
 def launch_route(
-    logits: Tensor, routing: Routing, scale: float, bias: Tensor | None, table: Tensor | None, token_ids: Tensor | None
+    logits: Tensor,
+    routing: Routing,
+    scale: float,
+    bias: Tensor | None,
+    table: Tensor | None,
+    token_ids: Tensor | None,
+    arrived: Tensor | None = None,
+    plan: GatePlan = PLAN,
 ) -> None:
     """See ``route``."""
     rows, per_row = routing.weights.shape
     experts = routing.lists.shape[0]
     check_flat(routing.weights, routing.chosen, routing.lists, bias, table, token_ids)
-    block, tall = power_of_two(experts), min(MOST_ROWS, power_of_two(rows))
+    block, tile, choices = power_of_two(experts), row_tile(rows), rows * per_row
+    is_one = plan.is_one and arrived is not None and choices <= FEW_CHOICES
     launch(
-        _route, (1,),
+        _route, (rows,),
         logits, logits if bias is None else bias, logits if table is None else table,
         logits if token_ids is None else token_ids, routing.weights, routing.chosen, routing.lists, routing.counts,
-        routing.items, rows, 0 if table is None else table.shape[0], logits.stride(-2),
-        logits.stride(0) if logits.dim() == 3 else 0, scale,
+        routing.items, routing.counts if arrived is None else arrived, rows, 0 if table is None else table.shape[0],
+        logits.stride(-2), logits.stride(0) if logits.dim() == 3 else 0, scale,
         NUM_EXPERTS=experts, PARTS=logits.shape[0] if logits.dim() == 3 else 1, PER_ROW=per_row,
-        HAS_TABLE=table is not None, TILE=row_tile(rows), ROWS=tall, BLOCK=block,
-        num_warps=max(1, min(8, tall * block // 512)),
+        HAS_TABLE=table is not None, TILE=tile, BLOCK=block, PLACES=power_of_two(per_row),
+        CHOICES=power_of_two(choices) if is_one else 0, num_warps=plan.warps,
     )  # fmt: skip
+    if not is_one:
+        launch(
+            _list_choices, (-(-experts // _EXPERTS_LISTED),),
+            routing.chosen, routing.lists, routing.counts, routing.items, choices,
+            NUM_EXPERTS=experts, TILE=tile, BLOCK=block, EXPERTS=_EXPERTS_LISTED,
+            CHOICES=min(_CHOICES_LISTED, max(16, power_of_two(choices))), num_warps=4,
+        )  # fmt: skip

@@ -34,6 +34,8 @@ class Gate:
         else:
             self._scores = scope.multiply_by(weight, torch.float32, False)
         self._count, self._scale = config.num_experts_per_token, config.routed_scale
+        # Of a launch's programs: none may run beside another of the same layer.
+        self._arrived = torch.zeros(1, dtype=torch.int32, device=scope.device)
         self._experts_of: Tensor | None = None
         self._bias: Tensor | None = None
         if is_hashed:
@@ -71,7 +73,9 @@ class Gate:
         small_gemm(x, weight, logits, epilogue="partials")
         routing = Routing.empty(x.shape[0], self._count, weight.shape[0], x.device)
         ids = None if self._experts_of is None else token_ids
-        route(logits, routing, self._scale, bias=self._bias, table=self._experts_of, token_ids=ids)
+        route(
+            logits, routing, self._scale, bias=self._bias, table=self._experts_of, token_ids=ids, arrived=self._arrived
+        )
         return routing
 
     def _choose(self, scores: Tensor, token_ids: Tensor) -> Tensor:
