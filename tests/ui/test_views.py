@@ -154,6 +154,23 @@ async def test_no_colour_means_no_colour(chat: Open) -> None:
                     assert segment.style.bgcolor is None or segment.style.bgcolor.is_default
 
 
+@pytest.mark.parametrize("theme", ["textual-dark", "ansi-dark", "ansi-light"])
+async def test_nothing_is_written_in_the_colour_that_it_stands_on(chat: Open, theme: str) -> None:
+    options = ScriptedOptions(tokens_per_second=5000, accuracy=0.4, mode="cap-accept")
+    async with chat(size=(100, 40), config=make_config("cap-accept"), options=options) as c:
+        c.app.theme = theme
+        await c.ready()
+        await c.say("code")
+        assert "cap-accept: the whole block" in c.screen
+        for key in ("f3", "alt+left", "f4", "escape"):
+            await c.pilot.press(key)
+            await c.pilot.pause()
+            segments = [each for strip in c.app.screen._compositor.render_strips() for each in strip]
+            colors = {(each.style.color, each.style.bgcolor) for each in segments if each.style and each.text.strip()}
+            assert len(colors) > 1
+            assert not [pair for pair in colors if pair[0] == pair[1] and pair[0] and not pair[0].is_default]
+
+
 async def test_comparing_runs_the_question_under_every_mode_with_one_seed(chat: Open) -> None:
     async with chat(size=(120, 40), options=ScriptedOptions(tokens_per_second=2000)) as c:
         await c.ready()
