@@ -322,13 +322,14 @@ class EngineSide:
         label = self._config.label or self._config.spec.name
         branch = self.conversation.branch_text
         self._view.title.show(title_parts(label, self.info, trace, branch, not self._view.transcript.is_following))
-        self._view.badge.show_reason(
-            badge_text(self.info, self._snapshot, self.conversation.mode, self._config.reason_off)
-        )
+        self._view.badge.show_reason(self._badge_text())
         parts = status_parts(self._mode_part(), self._state_text(), self._snapshot)
         if self._export is not None:
             parts.insert(1, (1, f"{self._export.text}, esc stops it", "strong"))
         self._view.status.show([(0, self._flash, "strong")] if self._flash else parts)
+
+    def _badge_text(self) -> str | None:
+        return badge_text(self.info, self._snapshot, self.conversation.mode, self._config.reason_off)
 
     def _mode_part(self) -> str:
         asked, effective = self.conversation.mode, self._snapshot.mode

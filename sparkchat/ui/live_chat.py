@@ -211,7 +211,9 @@ class LiveChat(EngineSide):
     def mode_text(self) -> str:
         effective = self._snapshot.mode
         now = f", last step ran {effective}" if effective and effective != self.conversation.mode else ""
-        return f"mode: {self.conversation.mode}{now}"
+        # On a narrow screen the badge has no room for the whole of its reason.
+        reason = self._badge_text()
+        return f"mode: {self.conversation.mode}{f' ({reason})' if reason else now}"
 
     def set_stats(self, shown: bool) -> None:
         self._desk.set_panel(shown)

@@ -154,6 +154,15 @@ async def test_no_colour_means_no_colour(chat: Open) -> None:
                     assert segment.style.bgcolor is None or segment.style.bgcolor.is_default
 
 
+async def test_a_reason_that_has_no_room_can_be_read_in_full(chat: Open) -> None:
+    options = ScriptedOptions(tokens_per_second=2000, mode="cap-accept")
+    async with chat(size=(40, 12), config=make_config("cap-accept"), options=options) as c:
+        await c.ready()
+        await c.say("/mode")
+        assert "does not speed up" not in c.screen.split("mode: ")[0]
+        assert "mode: cap-accept (cap-accept: the whole block" in c.said and "does not speed up)" in c.said
+
+
 @pytest.mark.parametrize("theme", ["textual-dark", "ansi-dark", "ansi-light"])
 async def test_nothing_is_written_in_the_colour_that_it_stands_on(chat: Open, theme: str) -> None:
     options = ScriptedOptions(tokens_per_second=5000, accuracy=0.4, mode="cap-accept")
