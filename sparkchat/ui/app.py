@@ -68,10 +68,12 @@ class ChatScreen(Screen[None]):
     BLANK = True
 
     def get_widget_and_offset_at(self, x: int, y: int) -> tuple[Widget | None, Offset | None]:
+        selected = self._select_state.start.content_widget if self._selecting and self._select_state else None
+        if isinstance(selected, Transcript):
+            # A selection that is drawn past the text, onto its scroll bar or another widget, ends beside that.
+            return selected, selected.text_offset_at(x, y, is_end=True)
         widget, offset = super().get_widget_and_offset_at(x, y)
-        if isinstance(widget, Transcript):
-            offset = widget.text_offset_at(x - widget.region.x, y - widget.region.y)
-        return widget, offset
+        return widget, widget.text_offset_at(x, y) if isinstance(widget, Transcript) else offset
 
 
 class Body(Container):

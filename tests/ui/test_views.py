@@ -48,6 +48,34 @@ async def test_selecting_with_the_mouse_copies_the_source(chat: Open) -> None:
         assert c.app.clipboard == "bold** words\nnext "
 
 
+@pytest.mark.parametrize(
+    ("begin", "end_at", "end", "copied"),
+    [
+        ((1, 2), "#panel", (3, 4), "ine one\ntwo\nthree"),
+        ((1, 2), "#transcript", (77, 2), "ine one"),  # the scroll bar
+        ((0, 1), "#transcript", (2, 4), "line one\ntwo\nthr"),  # from an empty row on
+        ((0, 4), "#transcript", (9, 5), "three"),  # into an empty row
+        ((0, 4), "#prompt", (9, 0), "three\nend"),
+    ],
+)
+async def test_a_selection_ends_where_the_text_does(
+    chat: Open, begin: tuple[int, int], end_at: str, end: tuple[int, int], copied: str
+) -> None:
+    async with chat(size=(100, 24), options=ScriptedOptions(tokens_per_second=2000, text="line one\ntwo\nthree")) as c:
+        await c.ready()
+        await c.say("x")
+        c.app.chat._answers.note("end")
+        c.app.chat._answers._transcript.sections.pop(-2)  # the line of numbers
+        c.app.transcript.update_rows(all_rows=True)
+        await c.pilot.pause()
+        assert [row[:59].rstrip() for row in rows_of(c.app)[1:8]] == ["❯ x", "", "line one", "two", "three", "", "end"]
+        await c.pilot.mouse_down("#transcript", offset=begin)
+        await c.pilot.hover(end_at, offset=end)
+        await c.pilot.mouse_up(end_at, offset=end)
+        await c.pilot.press("ctrl+c")
+        assert c.app.clipboard == copied
+
+
 async def test_copying_sends_the_stored_text_to_the_terminal(chat: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     import base64
 

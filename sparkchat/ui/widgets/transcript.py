@@ -227,14 +227,26 @@ class Transcript(ScrollView, can_focus=False):
         code = line.section.code_at(line)
         self.post_message(self.Clicked(line.section, offset, code))
 
-    def text_offset_at(self, x: int, y: int) -> Offset | None:
-        """(character of the row, row of the conversation) at a cell of the widget; None where there is no text.
+    def text_offset_at(self, x: int, y: int, *, is_end: bool = False) -> Offset | None:
+        """(character of the row, row of the conversation) at a cell of the screen, for a selection; None without text.
 
+        A cell without text stands for the text below it, or above it where ``is_end`` says that a selection ends there.
         The library's way is to write this into the style of every piece of every row, so that each is a style of its
         own, of which its caches keep sixteen thousand.
         """
-        row = self.row_at(y + self.scroll_offset.y)
-        return None if row is None else Offset(self._column(*row, x), y + self.scroll_offset.y)
+        region = self.region
+        inside = min(max(y, region.y), region.bottom - 1) - region.y
+        place = inside + self.scroll_offset.y
+        at = min(place, self.num_rows - 1)
+        step = -1 if is_end or place > at else 1
+        while (row := self.row_at(at)) is None:
+            at += step
+            if not 0 <= at < self.num_rows:
+                return None
+        cell = min(max(x, region.x), region.right - 1) - region.x
+        if at != place:
+            cell = 0 if at > place else self.size.width
+        return Offset(self._column(*row, cell), at)
 
     @staticmethod
     def _column(line: Line, number: int, cell: int) -> int:
