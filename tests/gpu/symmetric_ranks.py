@@ -17,6 +17,8 @@ import torch.distributed as dist
 
 from sparkchat.kernels.fp8 import TiledFp8, fp8_linear
 from sparkchat.kernels.fp8.plan import num_programs
+from sparkchat.models.deepseek_v4.vocabulary import VocabularyHead, VocabularyRows
+from sparkchat.models.linear import PlainLinear
 from sparkchat.models.parallel import ProcessGroup, add_parts
 from sparkchat.models.symmetric import SymmetricGroup, open_group
 
@@ -70,6 +72,14 @@ def main(rank: int, size: int, store: str) -> None:
         group.follow_first(state)
         for number in range(8):
             outputs[number] = sum_of(number)
+        streams.copy_(rows.streams(ids, 4, torch.bfloat16))
+        logits.copy_(head(torch.eye(8, device=device).to(torch.bfloat16)[:6]))
+
+    table = torch.arange(512, device=device).view(64, 8).to(torch.bfloat16)
+    ids = torch.zeros(6, dtype=torch.int64, device=device)
+    rows = VocabularyRows(table.chunk(size)[rank].contiguous(), group)
+    head = VocabularyHead(PlainLinear(table.chunk(size)[rank].contiguous(), None), group)
+    streams, logits = torch.zeros(6, 4, 8, device=device), torch.zeros(6, 64, device=device)
 
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
@@ -81,10 +91,13 @@ def main(rank: int, size: int, store: str) -> None:
     for turn in range(REPLAYS):
         x.fill_(turn + rank)
         state.fill_(turn if rank == 0 else -1)
+        ids.copy_((torch.arange(6) * 11 + turn) % 64)
         graph.replay()
         wanted = [sum(turn + r + number for r in range(size)) for number in range(8)]
         assert outputs[:, 0, 0].tolist() == wanted, (turn, outputs[:, 0, 0].tolist(), wanted)
         assert bool((outputs == outputs[:, :1, :1]).all()), turn
+        assert torch.equal(streams, table[ids].float().unsqueeze(1).expand(6, 4, 8)), turn
+        assert torch.equal(logits, table.T[:6].float()), turn
         assert state.tolist() == [turn] * 64, turn
     dist.barrier()
     print("all alike")

@@ -18,6 +18,8 @@ import torch
 from sparkchat.kernels.fp8 import TiledFp8
 from sparkchat.kernels.fp8.kernel import launch_fp8_linear
 from sparkchat.kernels.ranks import Meeting, num_pads, publish, publish_sum
+from sparkchat.kernels.ranks.rows import look_up
+from sparkchat.kernels.ranks.rows_kernel import launch_spread_rows
 
 SIZES = (6 * 64, 2048, 5000)
 MOST = 4 * max(SIZES)
@@ -57,6 +59,14 @@ def main(rank: int, ranks: int, messages: int, folder: str) -> None:
         launch_fp8_linear(x * (number + 1), weight, out, 1, False, meeting=Meeting(pads, rank))
         wanted = counted[:, :64].float() * (number + 1)
         check(number, 128, lambda other: (wanted * 2 ** -(other + 1)).flatten().view(torch.int32))  # noqa: B023
+    # Rows of a table that ranks share: 3 of them each, and an id that is nobody's.
+    table, ids = torch.arange(12.0).view(3, 4) + 100 * rank, torch.tensor([1, 3 * ranks - 1, 0, 99])
+    mine = room(0, rank, 16).view(torch.float32).view(4, 4)
+    look_up(table, ids, 3 * rank, mine, Meeting(pads, rank))
+    parts, out = [room(0, other, 16).view(torch.float32).view(4, 4) for other in range(ranks)], torch.empty(4, 2, 4)
+    launch_spread_rows(parts, torch.tensor([part.data_ptr() for part in parts]), out)
+    wanted = torch.stack([table[1] % 100, table[2] % 100 + 100 * (ranks - 1), table[0] % 100, torch.zeros(4)])
+    assert torch.equal(out, wanted.unsqueeze(1).expand(4, 2, 4)), (rank, out)
     print("all alike")
 
 

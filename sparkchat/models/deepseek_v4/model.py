@@ -166,8 +166,7 @@ class DeepseekV4:
 
     def streams(self, token_ids: Tensor) -> Tensor:
         """token_ids [N] -> [N, S, d]: the embedding in every stream."""
-        x = self.embedding(token_ids).to(self._dtype)
-        return x.unsqueeze(1).repeat(1, self.config.hc_mult, 1)
+        return self.embedding.streams(token_ids, self.config.hc_mult, self._dtype)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 from sparkchat.kernels.experts import weights as expert_weights
 from sparkchat.kernels.fp8 import TiledFp8, fp8_linear, takes
 from sparkchat.models.deepseek_v4.formats import ScaledWeight, Stored, decode_scales, dense
-from sparkchat.models.linear import Linear, make_linear
+from sparkchat.models.linear import Linear, PlainLinear, make_linear
 
 MOST_ROWS = 512
 """Rows that a kernel multiplies; of more, as in a long prompt, a weight is unpacked once for all of them."""
@@ -56,6 +56,16 @@ class TiledLinear:
         out = torch.empty((x.shape[0], self.weight.shape[0]), dtype=self._out_dtype, device=x.device)
         fp8_linear(x if x.stride(-1) == 1 else x.contiguous(), self.weight, out)
         return out
+
+
+def multiply_into(linear: Linear, x: Tensor, out: Tensor) -> None:
+    """out [N, outs] = the product of x [N, in], written where ``out`` lies."""
+    if isinstance(linear, TiledLinear) and x.shape[0] <= MOST_ROWS:
+        fp8_linear(x, linear.weight, out)
+    elif isinstance(linear, PlainLinear) and linear.bias is None and linear.weight.dtype == out.dtype:
+        torch.mm(x, linear.weight.T, out=out)
+    else:
+        out.copy_(linear(x))
 
 
 def lies_in_tiles(weight: Stored) -> bool:

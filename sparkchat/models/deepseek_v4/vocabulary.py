@@ -12,8 +12,9 @@ from torch import Tensor
 
 from sparkchat.kernels.fp8 import TiledFp8, takes
 from sparkchat.kernels.markov.rows import RoundedRows
+from sparkchat.kernels.ranks.rows import join_columns, look_up, spread_rows
 from sparkchat.models.deepseek_v4.formats import E4M3_MAX, FP8_BLOCK
-from sparkchat.models.deepseek_v4.packed import TiledLinear, has_kernels
+from sparkchat.models.deepseek_v4.packed import MOST_ROWS, TiledLinear, has_kernels, multiply_into
 from sparkchat.models.linear import Linear
 from sparkchat.models.parallel import Group
 
@@ -50,6 +51,20 @@ class VocabularyRows:
         # One rank has the row, and zeros do not change it.
         return self._group.sum(found.masked_fill(~is_here.unsqueeze(-1), 0.0))
 
+    def streams(self, token_ids: Tensor, count: int, dtype: torch.dtype) -> Tensor:
+        """[N] -> [N, count, d] in ``dtype``: a token's row in every stream."""
+        rows, group = self._rows, self._group
+        if group.size > 1 and group.adds_parts and token_ids.is_cuda and rows.dtype == dtype:
+            room = group.room((token_ids.shape[0], rows.shape[1]), dtype, rows.device)
+            meeting = group.meeting(room, token_ids.shape[0])
+            if meeting is not None:
+                look_up(rows, token_ids.contiguous(), self._first, room, meeting)
+                out = torch.empty((token_ids.shape[0], count, rows.shape[1]), dtype=dtype, device=rows.device)
+                parts = group.parts(room)
+                spread_rows(parts, group.addresses(parts), out)
+                return out
+        return self(token_ids).to(dtype).unsqueeze(1).repeat(1, count, 1)
+
     def damaged_ids(self) -> frozenset[int]:
         """Tokens whose row is not of numbers: none, for a checkpoint with such a row is refused when it is read."""
         return frozenset()
@@ -68,11 +83,26 @@ class VocabularyHead:
         if not isinstance(weight, Tensor) or not rounds_drafts(weight):
             return self
         rounded = rounded_head(weight)
-        return self if rounded is None else VocabularyHead(TiledLinear(rounded, self.dtype, torch.float32), self._group)
+        # One rank keeps what it makes in float32; several send each other half of it.
+        wide = torch.float32 if self._group.size == 1 else None
+        return self if rounded is None else VocabularyHead(TiledLinear(rounded, self.dtype, wide), self._group)
 
     def __call__(self, x: Tensor, is_long: bool = False) -> Tensor:
         """x [n, d] -> [n, V] float32, on every rank"""
-        return self._group.join(self._part(x, is_long).float())
+        group = self._group
+        if group.size == 1 or not (group.adds_parts and x.is_cuda) or x.shape[0] > MOST_ROWS:
+            return group.join(self._part(x, is_long).float())
+        room = group.room((x.shape[0], self._width), self.dtype, x.device)
+        multiply_into(self._part, x, room)
+        parts = group.parts(room)
+        out = torch.empty((x.shape[0], group.size * self._width), device=x.device)
+        join_columns(parts, group.addresses(parts), out)
+        return out
+
+    @property
+    def _width(self) -> int:
+        """V/ranks"""
+        return self._part.weight.shape[0]  # type: ignore[attr-defined]
 
 
 def rounds_drafts(weight: Tensor) -> bool:
