@@ -7,6 +7,7 @@ in the L2 cache, where the step of a whole model would not find it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -22,7 +23,7 @@ from sparkchat.kernels.indexer import IndexShape, index_scores_of
 from sparkchat.kernels.indexer.kernel import HALF_TILE as SCORE_TILE
 from sparkchat.kernels.indexer.kernel import Tile as ScoreTile
 from sparkchat.kernels.indexer.kernel import launch_choose_entries
-from sparkchat.kernels.latent_attention import LatentShape, latent_spans, latent_workspace
+from sparkchat.kernels.latent_attention import LatentRows, LatentShape, latent_spans, latent_workspace
 from sparkchat.kernels.latent_attention.kernel import (
     HALF_TILE,
     Tile,
@@ -97,7 +98,7 @@ TILES = {
     "spans of 128": Tile(16, 64, 8, 2, 128),
     "32 heads, spans of 128": Tile(32, 64, 8, 2, 128),
 }
-CONTEXTS = ((1, 2048, 6), (1, 65536, 1), (1, 65536, 6), (16, 2048, 6), (64, 2048, 6))
+CONTEXTS = ((1, 2200, 1), (1, 2200, 6), (1, 65536, 6), (16, 2200, 4), (16, 2200, 1))
 """Requests, context, rows of each."""
 
 
@@ -128,7 +129,7 @@ def attention_cases(make: Maker) -> Iterator[Case]:
             run = partial(_attend, q=q, caches=caches, fixed=(*fixed, out, space, shape, context, picked))
             variants: dict[str, Run] = {label: partial(run, tile=tile) for label, tile in TILES.items()}
             name = f"v4 attention /{ratio} {requests}x{context}, {rows} rows"
-            yield Case(name, each, count, variants if rows > 1 and requests < 64 else both(variants["used"]))
+            yield Case(name, each, count, variants if ratio else both(variants["used"]))
 
 
 def _attend(i: int, q: Tensor, caches: list[Tensor], fixed: tuple, tile: Tile) -> None:
@@ -175,19 +176,42 @@ def pool_cases(make: Maker) -> Iterator[Case]:
             make.floats(2048, ROPE),
             PoolShape(ratio, ratio == 4, ROPE, 1e-6),
         )
-        run = partial(_compress, fixed=fixed)
-        yield Case(f"v4 entries /{ratio} {requests}x{rows} rows", each, 1, both(run))
+        name = f"/{ratio} {requests}x{rows} rows"
+        for what, beside in (("entries", None), ("entries and latents", _latent_rows(make, total, ratio, requests))):
+            run = partial(_compress, fixed=(*fixed, beside))
+            yield Case(f"v4 {what} {name}", each, 1, {**both(run), "8 warps": partial(run, warps=8)})
 
 
-def _compress(_: int, fixed: tuple) -> None:
-    launch_compress_rows(*fixed)
+def _latent_rows(make: Maker, rows: int, ratio: int, requests: int) -> LatentRows:
+    product, cache = make.floats(4, rows, 1024 + LATENT), make.half(requests, 16 + RING, LATENT)
+    shape, low = LatentShape(16, RING, ratio, ROPE, 1e-6), product[..., :1024]
+    norms = make.floats(LATENT), make.floats(1024)
+    return LatentRows(product[..., 1024:], norms[0], cache, shape, low, norms[1], make.half(rows, 1024))
 
 
-SCORE_TILES = {"used": SCORE_TILE, "64 entries": ScoreTile(64, 4, 2), "256 entries, 8 warps": ScoreTile(256, 8, 2)}
+def _compress(_: int, fixed: tuple, **named: int) -> None:
+    launch_compress_rows(*fixed, **named)
+
+
+SCORE_TILES = {
+    "used": SCORE_TILE,
+    "64 entries": ScoreTile(64, 4, 2),
+    "256 entries, 8 warps": ScoreTile(256, 8, 2),
+    "1024 scores a warp": replace(SCORE_TILE, held=1024),
+    "512 scores a warp": replace(SCORE_TILE, held=512),
+    "64 entries, 512 scores": ScoreTile(64, 4, 2, 512),
+}
 
 
 def choice_cases(make: Maker) -> Iterator[Case]:
-    for requests, context, rows in ((1, 4096, 6), (1, 16384, 6), (1, 65536, 6), (1, 65536, 1), (16, 16384, 6)):
+    for requests, context, rows in (
+        (1, 2200, 1),
+        (1, 2200, 6),
+        (16, 2200, 4),
+        (1, 65536, 6),
+        (1, 65536, 1),
+        (16, 16384, 4),
+    ):
         shape, total, entries = IndexShape(INDEX_HEADS, INDEX, ROPE, 4, TOPK), requests * rows, context // 4
         each = requests * entries * INDEX * 2
         count = min(MOST_SETS, make.sets(each))

@@ -22,7 +22,7 @@ from sparkchat.kernels.hyper.kernel import launch_connect_streams
 from sparkchat.kernels.hyper.plan import PLAN, Meeting
 from sparkchat.kernels.indexer import IndexShape, index_scores_of
 from sparkchat.kernels.indexer.kernel import launch_choose_entries
-from sparkchat.kernels.latent_attention import LatentShape, latent_workspace
+from sparkchat.kernels.latent_attention import LatentRows, LatentShape, latent_workspace
 from sparkchat.kernels.latent_attention.kernel import (
     HALF_TILE,
     Tile,
@@ -107,6 +107,12 @@ def compressor() -> None:
         pools = [pool(LATENT, 2, 4, rounds=rounds), pool(128, 2, 4, is_index=True, rounds=rounds)]
         shape = PoolShape(4, True, ROPE, 1e-6)
         launch_compress_rows(pools, positions, rows, starts, positions, rope, shape)
+        low, latents = torch.zeros(2, 6, 1536).split([1024, 512], dim=-1)
+        kept = LatentShape(16, 256, 4, ROPE, 1e-6, has_roundings=rounds)
+        written = LatentRows(
+            latents, torch.ones(LATENT), pools[0].entries, kept, low, torch.ones(1024), torch.zeros(6, 1024, dtype=HALF)
+        )  # fmt: skip
+        launch_compress_rows(pools, positions, rows, starts, positions, rope, shape, written)
         pools, shape = [pool(LATENT, 1, 128, rounds=rounds)], PoolShape(128, False, ROPE, 1e-6)
         launch_compress_rows(pools, positions, rows, starts, positions, rope, shape)
 

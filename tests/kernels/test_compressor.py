@@ -12,6 +12,8 @@ from kernels.latent_rows import FIRST_SLOT, NAN, rope_of, rows_of
 from sparkchat.kernels.compressor import Pool, PoolShape
 from sparkchat.kernels.compressor.kernel import launch_compress_rows
 from sparkchat.kernels.compressor.reference import compress_rows_reference, rounded_e2m1
+from sparkchat.kernels.latent_attention import LatentRows, LatentShape
+from sparkchat.kernels.latent_attention.kernel import launch_write_latents
 from sparkchat.models.deepseek_v4.rounding import LATENT_BLOCK, hadamard, round_e2m1
 
 ROPE, CONTEXT, ROWS = 16, 160, 3
@@ -54,15 +56,19 @@ def with_rows(pool: Pool, tokens: Tensor, spans: Spans, parts: int = 1) -> Pool:
     return replace(pool, kv=here[0], scores=here[1])
 
 
-def run(pools: list[Pool], spans: Spans, shape: PoolShape, rope: Tensor) -> None:
+def run(
+    pools: list[Pool], spans: Spans, shape: PoolShape, rope: Tensor, written: LatentRows | None = None
+) -> tuple[Tensor, Tensor]:
+    """Positions and cache rows of the launch."""
     rows = rows_of(spans, 1, rope.device)
 
     def longer(t: Tensor) -> Tensor:
         return torch.cat([t, t[-1:], t[-1:]])
 
     launch_compress_rows(
-        pools, longer(rows.positions), longer(rows.rows), rows.starts, longer(rows.span_starts), rope, shape
+        pools, longer(rows.positions), longer(rows.rows), rows.starts, longer(rows.span_starts), rope, shape, written
     )  # fmt: skip
+    return longer(rows.positions), longer(rows.rows)
 
 
 def both(
@@ -145,6 +151,35 @@ def test_two_pools_in_one_launch(device: torch.device) -> None:
         run([with_rows(pool, tokens, spans)], spans, SPARSE, rope)
         assert torch.equal(pool.entries.nan_to_num(), made.entries.nan_to_num())
         assert torch.equal(pool.raw.nan_to_num(), made.raw.nan_to_num())
+
+
+@pytest.mark.parametrize("has_second", [False, True])
+def test_latents_beside_pools(has_second: bool, device: torch.device) -> None:
+    """Latents and low ranks that are written in the same launch are those of a launch of their own, for all rows."""
+    rope, spans = rope_of(CONTEXT, ROPE, device), [(0, 0, 7), (2, 0, 4)]
+    tokens = [tokens_of(SPARSE, width, device) for width in (64, 16)[: 1 + has_second]]
+    pools = [pool_of(t, SPARSE, width, is_index=width == 16) for t, width in zip(tokens, (64, 16), strict=False)]
+    apart = [replace(p, raw=p.raw.clone(), entries=p.entries.clone()) for p in pools]
+    shape = LatentShape(FIRST_SLOT, 32, 4, ROPE, 1e-6)
+    count, low = 13, 24
+    product, norms = torch.randn(2, count, low + 64, device=device), torch.rand(low + 64, device=device)
+    made = []
+    for _ in range(2):
+        cache, out = torch.zeros(ROWS, FIRST_SLOT + 32, 64, device=device), torch.zeros(count, low, device=device)
+        made.append(
+            LatentRows(product[..., low:], norms[low:], cache, shape, product[..., :low], norms[:low], out)
+        )  # fmt: skip
+    run([with_rows(p, t, spans) for p, t in zip(pools, tokens, strict=True)], spans, SPARSE, rope, made[0])
+    rows = run([with_rows(p, t, spans) for p, t in zip(apart, tokens, strict=True)], spans, SPARSE, rope)
+    one, two = made
+    launch_write_latents(
+        two.latents, two.latent_norm, *rows, rope, two.cache, shape, two.low_rank, two.low_rank_norm, two.out
+    )  # fmt: skip
+    assert torch.equal(one.cache, two.cache) and torch.equal(one.out, two.out)
+    assert one.cache.count_nonzero() and one.out[-1].count_nonzero()
+    for pool, alone in zip(pools, apart, strict=True):
+        assert torch.equal(pool.entries.nan_to_num(), alone.entries.nan_to_num())
+        assert torch.equal(pool.raw.nan_to_num(), alone.raw.nan_to_num())
 
 
 def test_a_row_does_not_depend_on_the_rows_beside_it(device: torch.device) -> None:

@@ -24,16 +24,17 @@ def make(
     spans: list[tuple[int, int, int]],
     device: torch.device,
     ratio: int = 0,
+    window: int = WINDOW,
     *,
     is_block: bool = False,
     heads: int = HEADS,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[Rows, Batch]:
-    rows = rows_of(spans, WINDOW, device, is_block=is_block)
+    rows = rows_of(spans, window, device, is_block=is_block)
     count, context = len(rows.rows), max(s + n for _, s, n in spans)
     return rows, {
         "q": torch.randn(count, heads * SIZE, device=device).to(dtype),
-        "cache": latents_of(spans, RING, ratio, SIZE, device, dtype),
+        "cache": latents_of(spans, RING if window == WINDOW else 160, ratio, SIZE, device, dtype),
         "rope": rope_of(context, ROPE, device),
         "sinks": torch.randn(heads, device=device),
     }
@@ -99,6 +100,13 @@ def test_entries_of_several_spans(entries: int, device: torch.device) -> None:
     """Up to 1,024 entries a span has 128, then as many more as keep the spans few."""
     rows, batch = make([(0, 2 * entries, 1)], device, 2)
     assert_agree(rows, batch, replace(SHAPE, ratio=2))
+
+
+@pytest.mark.parametrize("window, is_block", [(100, False), (136, True)])
+def test_windows_of_several_spans(window: int, is_block: bool, device: torch.device) -> None:
+    """A window's keys lie in one span or two, which become longer where two are too few; the ring wraps in each."""
+    rows, batch = make([(0, 10, 1), (1, 90, 2), (2, 300, 2), (3, 350, 1)], device, 0, window, is_block=is_block)
+    assert_agree(rows, batch, replace(SHAPE, ring=160))
 
 
 def test_partial_sums_and_more_room_than_rows_need(device: torch.device) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from sparkchat.kernels.compressor.reference import compress_rows_reference
+from sparkchat.kernels.latent_attention import LatentRows, write_latents
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,8 @@ def compress_rows(
     span_starts: Tensor,
     rope: Tensor,
     shape: PoolShape,
+    *,
+    written: LatentRows | None = None,
 ) -> None:
     """Keep every row in the ring, and write the entries whose last tokens are among the rows.
 
@@ -67,11 +70,19 @@ def compress_rows(
     row of each row's request. What an entry is made of is read from the ring where it lies before that position, and
     from the rows themselves from there on, so the order in which rows are done does not matter; the ring must hold all
     tokens of an entry beside the longest span. rope as of ``write_latents``.
+
+    ``written``: what ``write_latents`` would do for all N rows is done in the same launch.
     """
     if not positions.is_cuda:
+        if written is not None:
+            w = written
+            write_latents(
+                w.latents, w.latent_norm, positions, rows, rope, w.cache, w.shape,
+                low_rank=w.low_rank, low_rank_norm=w.low_rank_norm, out=w.out,
+            )  # fmt: skip
         for pool in pools:
             compress_rows_reference(pool, positions, rows, starts, rope, shape)
         return
     from sparkchat.kernels.compressor.kernel import launch_compress_rows
 
-    launch_compress_rows(pools, positions, rows, starts, span_starts, rope, shape)
+    launch_compress_rows(pools, positions, rows, starts, span_starts, rope, shape, written)

@@ -1,5 +1,7 @@
 """Compressed entries: one program keeps a row, and pools the entry that the row closes, if it closes one.
 
+Beside them two more may do what a launch of their own would for the row's latent and low rank.
+
 Tokens are pooled eight at a time, with the softmax of every channel carried along; the order does not depend on which
 of them came in this pass.
 """
@@ -13,14 +15,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparkchat.kernels.latent_attention.kernel import turn_pairs
+from sparkchat.kernels.latent_attention.kernel import keep_latent, norm_low_rank, turn_pairs, written_of
 from sparkchat.kernels.launch import check_flat, launch, power_of_two, wait
 from sparkchat.kernels.small_floats import round_e2m1, round_pairs_e4m3
 
 if TYPE_CHECKING:
     from sparkchat.kernels.compressor import Pool, PoolShape
+    from sparkchat.kernels.latent_attention import LatentRows
 
 _TOKENS = 8
+_WARPS = 4
+"""Four take the 512 channels of a latent side by side, so that each keeps all tokens of a channel to itself."""
+_NO_SIZES = {"SIZE": 0, "LATENT_PARTS": 1, "LATENT_BLOCK": 0, "LOW": 0, "LOW_BLOCK": 1, "LOW_PARTS": 1}
 
 
 @triton.jit
@@ -82,12 +88,13 @@ def _compress(
     HALVES: tl.constexpr = 2 if OVERLAPS else 1
     raw_ptr += cache_row * raw_stride
     column = tl.arange(0, HALVES * WIDTH)
-    to = raw_ptr + (position % ring) * (2 * HALVES * WIDTH) + column
     at = row * row_stride + column
-    bias = tl.load(bias_ptr + (position % RATIO) * (HALVES * WIDTH) + column)
-    tl.store(to, _of_rows(kv_ptr, at, part_stride, column >= 0, PARTS))
-    tl.store(to + HALVES * WIDTH, _of_rows(scores_ptr, at, part_stride, column >= 0, PARTS) + bias)
+    # All that is read is asked for before anything is written: no pool reads a place that a row of this pass writes.
+    kv = _of_rows(kv_ptr, at, part_stride, column >= 0, PARTS)
+    score = _of_rows(scores_ptr, at, part_stride, column >= 0, PARTS)
+    score += tl.load(bias_ptr + (position % RATIO) * (HALVES * WIDTH) + column)
     if (position + 1) % RATIO == 0:
+        norm = tl.load(norm_ptr + tl.arange(0, WIDTH))
         kind = entries_ptr.dtype.element_ty
         pooled = _pool(
             kv_ptr, scores_ptr, bias_ptr, raw_ptr, row, position, span_start, ring, part_stride, row_stride, WIDTH,
@@ -95,7 +102,7 @@ def _compress(
         )  # fmt: skip
         # Rounded as activations are, before the norm.
         x = pooled.to(kind).to(tl.float32)
-        x = x * tl.rsqrt(tl.sum(x * x, axis=0) / WIDTH + eps) * tl.load(norm_ptr + tl.arange(0, WIDTH))
+        x = x * tl.rsqrt(tl.sum(x * x, axis=0) / WIDTH + eps) * norm
         left, right = tl.split(tl.reshape(x, (WIDTH // 2, 2)))
         left, right = turn_pairs(left, right, rope_ptr, position + 1 - RATIO, WIDTH, ROPE)
         slot = first_slot + position // RATIO
@@ -115,6 +122,9 @@ def _compress(
                     left, right = round_pairs_e4m3(left, right, (WIDTH - ROPE) // 2, WIDTH // 2, ROUND_BLOCK)
             tl.store(entry + 2 * pair, left.to(kind))
             tl.store(entry + 2 * pair + 1, right.to(kind))
+    to = raw_ptr + (position % ring) * (2 * HALVES * WIDTH) + column
+    tl.store(to, kv)
+    tl.store(to + HALVES * WIDTH, score)
 
 
 @triton.jit
@@ -124,18 +134,38 @@ def _compress_rows(
     ring, part_stride, row_stride, raw_stride, entries_stride, slot_stride, first_slot,
     kv2_ptr, scores2_ptr, bias2_ptr, norm2_ptr, raw2_ptr, entries2_ptr, rotation2_ptr,
     ring2, part_stride2, row_stride2, raw_stride2, entries_stride2, slot_stride2, first_slot2,
+    latents_ptr, latent_norm_ptr, cache_ptr, low_ptr, low_norm_ptr, out_ptr,
+    latent_part, latent_row, low_part, low_row, cache_stride, latent_stride, first_latent, latent_ring, latent_eps,
     RATIO: tl.constexpr, OVERLAPS: tl.constexpr, ROPE: tl.constexpr, TOKENS: tl.constexpr, INDEX_BLOCK: tl.constexpr,
     WIDTH: tl.constexpr, PARTS: tl.constexpr, ROUND_BLOCK: tl.constexpr, ROTATES: tl.constexpr, IS_INDEX: tl.constexpr,
     WIDTH2: tl.constexpr, PARTS2: tl.constexpr, ROUND_BLOCK2: tl.constexpr, ROTATES2: tl.constexpr,
-    IS_INDEX2: tl.constexpr, PDL: tl.constexpr,
+    IS_INDEX2: tl.constexpr,
+    SIZE: tl.constexpr, LATENT_PARTS: tl.constexpr, LATENT_BLOCK: tl.constexpr, LOW: tl.constexpr,
+    LOW_BLOCK: tl.constexpr, LOW_PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    POOLS: tl.constexpr = 2 if WIDTH2 > 0 else 1
     row = tl.program_id(0).to(tl.int64)
     wait(PDL)
-    if row < tl.load(starts_ptr + num_requests):
-        position = tl.load(positions_ptr + row).to(tl.int64)
-        cache_row = tl.load(rows_ptr + row).to(tl.int64)
-        span_start = tl.load(span_starts_ptr + row).to(tl.int64)
-        if tl.program_id(1) == 0:
+    num_rows = tl.load(starts_ptr + num_requests)
+    position = tl.load(positions_ptr + row).to(tl.int32)
+    span_start = tl.load(span_starts_ptr + row).to(tl.int32)
+    cache_row = tl.load(rows_ptr + row).to(tl.int64)
+    program = tl.program_id(1)
+    if program >= POOLS:
+        # Also for rows of nobody: what is made of them is multiplied on.
+        if SIZE > 0:
+            if program == POOLS:
+                keep_latent(
+                    latents_ptr, latent_norm_ptr, rope_ptr, cache_ptr, row, cache_row, position, latent_part,
+                    latent_row, cache_stride, latent_stride, first_latent, latent_ring, latent_eps, SIZE, ROPE,
+                    LATENT_PARTS, LATENT_BLOCK,
+                )  # fmt: skip
+            elif LOW > 0:
+                norm_low_rank(
+                    low_ptr, low_norm_ptr, out_ptr, row, low_part, low_row, latent_eps, LOW, LOW_BLOCK, LOW_PARTS,
+                )  # fmt: skip
+    elif row < num_rows:
+        if program == 0:
             _compress(
                 kv_ptr, scores_ptr, bias_ptr, norm_ptr, raw_ptr, entries_ptr, rotation_ptr, rope_ptr, row, cache_row,
                 position, span_start, ring, part_stride, row_stride, raw_stride, entries_stride, slot_stride,
@@ -159,8 +189,10 @@ def launch_compress_rows(
     span_starts: Tensor,
     rope: Tensor,
     shape: PoolShape,
+    written: LatentRows | None = None,
+    warps: int = _WARPS,
 ) -> None:
-    """See ``compress_rows``."""
+    """See ``compress_rows``. ``warps`` stands in for the tuned number, for measuring."""
     from sparkchat.kernels.compressor.reference import INDEX_BLOCK
 
     check_flat(positions, rows, starts, span_starts, rope)
@@ -170,13 +202,15 @@ def launch_compress_rows(
     sizes = _sizes_of(first, shape)
     for name, value in _sizes_of(second, shape).items():
         sizes[f"{name}2"] = value if len(pools) > 1 else 0
+    latents, latent_sizes = ((*[rope] * 6, *[0] * 8, 0.0), _NO_SIZES) if written is None else written_of(written)
+    programs = len(pools) + (latent_sizes["SIZE"] > 0) + (latent_sizes["LOW"] > 0)
     launch(
-        _compress_rows, (positions.shape[0], len(pools)),
+        _compress_rows, (positions.shape[0], programs),
         positions, rows, starts, span_starts, rope, starts.shape[0] - 1, shape.eps, *_arguments_of(first),
-        *_arguments_of(second),
+        *_arguments_of(second), *latents,
         RATIO=shape.ratio, OVERLAPS=shape.overlaps, ROPE=shape.rope_dim, TOKENS=_TOKENS,
         INDEX_BLOCK=min(INDEX_BLOCK, second.norm.shape[0]),
-        **sizes, num_warps=8,
+        **sizes, **latent_sizes, num_warps=warps,
     )  # fmt: skip
 
 

@@ -1,8 +1,8 @@
 """Scores of entries and the choice among them: a launch each.
 
 Scores: a program takes some entries and a row; the rows of a request run side by side and find its keys in L2. (One
-program for all of them took five times as long for six rows as for one.) Choice: a program
-takes a row, finds the k-th highest score bit by bit, two bits at a time, and writes the entries above it and the
+program for all of them took five times as long for six rows as for one.) Choice: a program takes a row, finds the k-th
+highest score two bits at a time, as far as it takes to tell it from the next, and writes the entries above it and the
 earliest of those that equal it.
 """
 
@@ -34,6 +34,8 @@ class Tile:
     entries: int
     warps: int
     stages: int
+    held: int = 256
+    """Scores that a warp keeps to choose among"""
 
 
 HALF_TILE, EXACT_TILE = Tile(128, 4, 2), Tile(64, 4, 1)
@@ -80,34 +82,37 @@ def _score_entries(
 
 @triton.jit
 def _ordered(scores_ptr, entry, seen):
-    # Scores as whole numbers in the same order; 0 for what is not seen, which no score becomes but the NaN last in it.
+    # Scores as whole numbers in the same order, the least of all for what is not seen: only the NaN last in order
+    # becomes that too, and of equal ones the earliest are taken, which are seen.
     score = tl.load(scores_ptr + entry, mask=entry < seen, other=0.0)
     bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)
-    ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) + 0x80000000
-    return tl.where(entry < seen, ordered, -1)
+    return tl.where(entry < seen, bits ^ ((bits >> 31) & 0x7FFFFFFF), -0x80000000)
 
 
 @triton.jit
-def _count_above(ordered, candidate, step):
-    # How many reach the candidate and one, two, three steps more: three counts of 20 bits in one number.
-    one = (ordered >= candidate + step).to(tl.int64)
-    two = (ordered >= candidate + 2 * step).to(tl.int64)
-    three = (ordered >= candidate + 3 * step).to(tl.int64)
-    return tl.sum(one + (two << 20) + (three << 40), axis=0)
+def _count_from(ordered, least, step):
+    # How many reach one, two, three steps above ``least``: less than 2^15 each, so two share a number.
+    one = (ordered >= least + step).to(tl.int32)
+    two = (ordered >= least + step + step).to(tl.int32)
+    three = (ordered >= least + step + step + step).to(tl.int32)
+    both = tl.sum(one + (two << 16), axis=0)
+    return both & 0xFFFF, both >> 16, tl.sum(three, axis=0)
 
 
 @triton.jit
 def _write_chosen(chosen_ptr, ordered, entry, least, room, above_before, level_before, TOPK: tl.constexpr):
     # Write those above the least chosen score, and those that equal it while there is room; returns the counts so far.
-    is_above = (ordered > least).to(tl.int64)
-    is_level = (ordered == least).to(tl.int64)
-    counts = tl.cumsum(is_above + (is_level << 32), axis=0)
-    above = above_before + (counts & 0xFFFFFFFF)
-    level = level_before + (counts >> 32)
+    is_above = (ordered > least).to(tl.int32)
+    is_level = (ordered == least).to(tl.int32)
+    both = is_above + (is_level << 16)
+    counts = tl.cumsum(both, axis=0)
+    above = above_before + (counts & 0xFFFF)
+    level = level_before + (counts >> 16)
     is_chosen = (is_above > 0) | ((is_level > 0) & (level <= room))
     place = above + tl.minimum(level, room) - 1
     tl.store(chosen_ptr + place, entry, mask=is_chosen & (place < TOPK))
-    return above_before + tl.sum(is_above, axis=0), level_before + tl.sum(is_level, axis=0)
+    total = tl.sum(both, axis=0)
+    return above_before + (total & 0xFFFF), level_before + (total >> 16)
 
 
 @triton.jit
@@ -118,30 +123,37 @@ def _choose_entries(
     row = tl.program_id(0).to(tl.int64)
     wait(PDL)
     seen = (tl.load(positions_ptr + row).to(tl.int32) + 1) // RATIO
+    # Rows behind the last request are copies of its last row, which alone has scores.
+    scored = tl.minimum(row, tl.maximum(tl.load(starts_ptr + num_requests) - 1, 0))
     if seen > TOPK:
-        # Rows behind the last request are copies of its last row, which alone has scores.
-        scored = tl.minimum(row, tl.maximum(tl.load(starts_ptr + num_requests) - 1, 0))
         scores_ptr += scored * scores_stride
         chosen_ptr += row * chosen_stride
         held = _ordered(scores_ptr, tl.arange(0, BLOCK), seen)
-        # The highest number that TOPK scores reach, from its highest bits down.
-        least = tl.zeros((), tl.int64)
-        above = tl.zeros((), tl.int64)
-        for pair in range(16):
-            step = tl.full((), 1 << 30, tl.int64) >> (2 * pair)
-            counts = _count_above(held, least, step)
+        # The highest number that TOPK scores reach, from its highest bits down, until just so many reach it.
+        least = tl.full((), -0x80000000, tl.int32)
+        step = tl.full((), 1 << 30, tl.int32)
+        above = tl.zeros((), tl.int32)
+        reaching = seen
+        while (step > 0) & (reaching != TOPK):
+            one, two, three = _count_from(held, least, step)
             if not IS_HELD:
                 for start in range(BLOCK, seen, BLOCK):
-                    counts += _count_above(_ordered(scores_ptr, start + tl.arange(0, BLOCK), seen), least, step)
-            one, two, three = counts & 0xFFFFF, (counts >> 20) & 0xFFFFF, counts >> 40
-            steps = (one >= TOPK).to(tl.int64) + (two >= TOPK).to(tl.int64) + (three >= TOPK).to(tl.int64)
+                    more = _count_from(_ordered(scores_ptr, start + tl.arange(0, BLOCK), seen), least, step)
+                    one += more[0]
+                    two += more[1]
+                    three += more[2]
+            steps = (one >= TOPK).to(tl.int32) + (two >= TOPK).to(tl.int32) + (three >= TOPK).to(tl.int32)
             # Those that reach the next candidate are above whatever is found.
             above = tl.where(steps == 0, one, tl.where(steps == 1, two, tl.where(steps == 2, three, above)))
+            reaching = tl.where(steps == 0, reaching, tl.where(steps == 1, one, tl.where(steps == 2, two, three)))
             least += steps * step
-        room = TOPK - above
-        before, level = _write_chosen(
-            chosen_ptr, held, tl.arange(0, BLOCK), least, room, least * 0, least * 0, TOPK
-        )  # fmt: skip
+            step = step >> 2
+        # Where just so many reach it, all of them are taken as if they were above.
+        is_even = reaching == TOPK
+        least = tl.where(is_even, least - 1, least)
+        room = tl.where(is_even, 0, TOPK - above)
+        zero = tl.zeros((), tl.int32)
+        before, level = _write_chosen(chosen_ptr, held, tl.arange(0, BLOCK), least, room, zero, zero, TOPK)
         if not IS_HELD:
             for start in range(BLOCK, seen, BLOCK):
                 entry = start + tl.arange(0, BLOCK)
@@ -192,7 +204,7 @@ def launch_choose_entries(
         _choose_entries, (positions.shape[0],),
         scores, positions, starts, chosen, requests, scores.stride(0), chosen.stride(0),
         RATIO=shape.ratio, TOPK=shape.topk, BLOCK=block, IS_HELD=block >= entries,
-        num_warps=max(1, min(16, block // 256)),
+        num_warps=max(1, min(16, block // tile.held)),
     )  # fmt: skip
 
 

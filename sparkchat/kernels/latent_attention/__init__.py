@@ -40,6 +40,19 @@ class LatentShape:
 
 
 @dataclass(frozen=True)
+class LatentRows:
+    """Latents and low ranks of a layer's rows, and where they are kept: see ``write_latents``."""
+
+    latents: Tensor
+    latent_norm: Tensor
+    cache: Tensor
+    shape: LatentShape
+    low_rank: Tensor | None = None
+    low_rank_norm: Tensor | None = None
+    out: Tensor | None = None
+
+
+@dataclass(frozen=True)
 class LatentWorkspace:
     """What the spans of a row leave for the second launch."""
 

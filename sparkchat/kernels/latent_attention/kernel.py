@@ -11,7 +11,7 @@ tile of keys and load all of it at once, and what they run is kept few instructi
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
@@ -22,7 +22,7 @@ from sparkchat.kernels.launch import check_flat, launch, power_of_two, wait
 from sparkchat.kernels.small_floats import round_pairs_e4m3
 
 if TYPE_CHECKING:
-    from sparkchat.kernels.latent_attention import LatentShape, LatentWorkspace
+    from sparkchat.kernels.latent_attention import LatentRows, LatentShape, LatentWorkspace
 
 _LOG2E = 1.4426950408889634
 _PAIRS = 64
@@ -61,38 +61,62 @@ def _row_of(
 
 
 @triton.jit
+def keep_latent(
+    latents_ptr, norm_ptr, rope_ptr, cache_ptr, row, cache_row, position, part_stride, row_stride, cache_stride,
+    slot_stride, first_slot, ring, eps,
+    SIZE: tl.constexpr, ROPE: tl.constexpr, PARTS: tl.constexpr, ROUND_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Norm a row's latent, turn and round it, and keep it in the window's ring."""
+    pair = tl.arange(0, SIZE // 2)
+    left = _row_of(latents_ptr, row, part_stride, row_stride, 2 * pair, SIZE, PARTS)
+    right = _row_of(latents_ptr, row, part_stride, row_stride, 2 * pair + 1, SIZE, PARTS)
+    scale = tl.rsqrt(tl.sum(left * left + right * right, axis=0) / SIZE + eps)
+    # Rounded as activations are before they are turned.
+    kind = cache_ptr.dtype.element_ty
+    left = (left * scale * tl.load(norm_ptr + 2 * pair)).to(kind).to(tl.float32)
+    right = (right * scale * tl.load(norm_ptr + 2 * pair + 1)).to(kind).to(tl.float32)
+    left, right = turn_pairs(left, right, rope_ptr, position, SIZE, ROPE)
+    left, right = left.to(kind).to(tl.float32), right.to(kind).to(tl.float32)
+    if ROUND_BLOCK > 0:
+        left, right = round_pairs_e4m3(left, right, (SIZE - ROPE) // 2, SIZE // 2, ROUND_BLOCK)
+    slot = first_slot + position % ring
+    to = cache_ptr + cache_row * cache_stride + slot * slot_stride + 2 * pair
+    tl.store(to, left.to(kind))
+    tl.store(to + 1, right.to(kind))
+
+
+@triton.jit
+def norm_low_rank(
+    low_ptr, norm_ptr, out_ptr, row, part_stride, row_stride, eps,
+    LOW: tl.constexpr, LOW_BLOCK: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Norm a row's low rank."""
+    column = tl.arange(0, LOW_BLOCK)
+    x = _row_of(low_ptr, row, part_stride, row_stride, column, LOW, PARTS)
+    scale = tl.rsqrt(tl.sum(x * x, axis=0) / LOW + eps)
+    out = x * scale * tl.load(norm_ptr + column, mask=column < LOW, other=0.0)
+    tl.store(out_ptr + row * LOW + column, out.to(out_ptr.dtype.element_ty), mask=column < LOW)
+
+
+@triton.jit
 def _write_latents(
-    latents_ptr, latent_norm_ptr, positions_ptr, rows_ptr, rope_ptr, cache_ptr, low_ptr, low_norm_ptr, out_ptr,
+    positions_ptr, rows_ptr, rope_ptr,
+    latents_ptr, latent_norm_ptr, cache_ptr, low_ptr, low_norm_ptr, out_ptr,
     latent_part, latent_row, low_part, low_row, cache_stride, slot_stride, first_slot, ring, eps,
-    SIZE: tl.constexpr, ROPE: tl.constexpr, PARTS: tl.constexpr, LOW: tl.constexpr, LOW_BLOCK: tl.constexpr,
-    LOW_PARTS: tl.constexpr, ROUND_BLOCK: tl.constexpr, PDL: tl.constexpr,
+    SIZE: tl.constexpr, ROPE: tl.constexpr, LATENT_PARTS: tl.constexpr, LATENT_BLOCK: tl.constexpr, LOW: tl.constexpr,
+    LOW_BLOCK: tl.constexpr, LOW_PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     wait(PDL)
+    position = tl.load(positions_ptr + row).to(tl.int32)
+    cache_row = tl.load(rows_ptr + row).to(tl.int64)
     if tl.program_id(1) == 0:
-        pair = tl.arange(0, SIZE // 2)
-        left = _row_of(latents_ptr, row, latent_part, latent_row, 2 * pair, SIZE, PARTS)
-        right = _row_of(latents_ptr, row, latent_part, latent_row, 2 * pair + 1, SIZE, PARTS)
-        scale = tl.rsqrt(tl.sum(left * left + right * right, axis=0) / SIZE + eps)
-        # Rounded as activations are before they are turned.
-        kind = cache_ptr.dtype.element_ty
-        left = (left * scale * tl.load(latent_norm_ptr + 2 * pair)).to(kind).to(tl.float32)
-        right = (right * scale * tl.load(latent_norm_ptr + 2 * pair + 1)).to(kind).to(tl.float32)
-        position = tl.load(positions_ptr + row).to(tl.int64)
-        left, right = turn_pairs(left, right, rope_ptr, position, SIZE, ROPE)
-        left, right = left.to(kind).to(tl.float32), right.to(kind).to(tl.float32)
-        if ROUND_BLOCK > 0:
-            left, right = round_pairs_e4m3(left, right, (SIZE - ROPE) // 2, SIZE // 2, ROUND_BLOCK)
-        slot = first_slot + position % ring
-        to = cache_ptr + tl.load(rows_ptr + row).to(tl.int64) * cache_stride + slot * slot_stride + 2 * pair
-        tl.store(to, left.to(kind))
-        tl.store(to + 1, right.to(kind))
+        keep_latent(
+            latents_ptr, latent_norm_ptr, rope_ptr, cache_ptr, row, cache_row, position, latent_part, latent_row,
+            cache_stride, slot_stride, first_slot, ring, eps, SIZE, ROPE, LATENT_PARTS, LATENT_BLOCK,
+        )  # fmt: skip
     elif LOW > 0:
-        column = tl.arange(0, LOW_BLOCK)
-        x = _row_of(low_ptr, row, low_part, low_row, column, LOW, LOW_PARTS)
-        scale = tl.rsqrt(tl.sum(x * x, axis=0) / LOW + eps)
-        out = x * scale * tl.load(low_norm_ptr + column, mask=column < LOW, other=0.0)
-        tl.store(out_ptr + row * LOW + column, out.to(out_ptr.dtype.element_ty), mask=column < LOW)
+        norm_low_rank(low_ptr, low_norm_ptr, out_ptr, row, low_part, low_row, eps, LOW, LOW_BLOCK, LOW_PARTS)
 
 
 @triton.jit
@@ -330,21 +354,38 @@ def launch_write_latents(
     out: Tensor | None,
 ) -> None:
     """See ``write_latents``."""
-    _check(cache, shape)
-    check_flat(latent_norm, positions, rows, rope, low_rank_norm, out)
-    num_rows, size = latents.shape[-2:]
-    low = latents if low_rank is None else low_rank
-    width = 0 if low_rank is None else low_rank.shape[-1]
+    from sparkchat.kernels.latent_attention import LatentRows
+
+    check_flat(positions, rows, rope)
+    written = LatentRows(latents, latent_norm, cache, shape, low_rank, low_rank_norm, out)
+    arguments, sizes = written_of(written)
     launch(
-        _write_latents, (num_rows, 1 if low_rank is None else 2),
-        latents, latent_norm, positions, rows, rope, cache, low,
-        latent_norm if low_rank_norm is None else low_rank_norm, cache if out is None else out,
-        latents.stride(0), latents.stride(-2), low.stride(0), low.stride(-2),
-        cache.stride(0), cache.stride(1), shape.first_slot, shape.ring, shape.eps,
-        SIZE=size, ROPE=shape.rope_dim, PARTS=1 if latents.dim() == 2 else latents.shape[0], LOW=width,
-        LOW_BLOCK=power_of_two(max(width, 1)), LOW_PARTS=1 if low.dim() == 2 else low.shape[0],
-        ROUND_BLOCK=round_block_of(size - shape.rope_dim) if shape.has_roundings else 0, num_warps=4,
+        _write_latents, (latents.shape[-2], 1 if low_rank is None else 2), positions, rows, rope, *arguments,
+        ROPE=shape.rope_dim, **sizes, num_warps=4,
     )  # fmt: skip
+
+
+def written_of(written: LatentRows) -> tuple[tuple[Any, ...], dict[str, int]]:
+    """What a kernel that keeps latents is given of them: arguments, and numbers it is compiled for."""
+    latents, cache, shape = written.latents, written.cache, written.shape
+    _check(cache, shape)
+    check_flat(written.latent_norm, written.low_rank_norm, written.out)
+    size, low = latents.shape[-1], latents if written.low_rank is None else written.low_rank
+    width = 0 if written.low_rank is None else low.shape[-1]
+    arguments = (
+        latents, written.latent_norm, cache, low,
+        written.latent_norm if written.low_rank_norm is None else written.low_rank_norm,
+        cache if written.out is None else written.out, latents.stride(0), latents.stride(-2), low.stride(0),
+        low.stride(-2), cache.stride(0), cache.stride(1), shape.first_slot, shape.ring, shape.eps,
+    )  # fmt: skip
+    return arguments, {
+        "SIZE": size,
+        "LATENT_PARTS": 1 if latents.dim() == 2 else latents.shape[0],
+        "LATENT_BLOCK": round_block_of(size - shape.rope_dim) if shape.has_roundings else 0,
+        "LOW": width,
+        "LOW_BLOCK": power_of_two(max(width, 1)),
+        "LOW_PARTS": 1 if low.dim() == 2 else low.shape[0],
+    }
 
 
 def round_block_of(plain: int) -> int:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sparkchat.kernels.compressor import PoolShape, compress_rows
 from sparkchat.kernels.indexer import choose_entries
-from sparkchat.kernels.latent_attention import latent_attention, write_latents
+from sparkchat.kernels.latent_attention import LatentRows, latent_attention, write_latents
 from sparkchat.models.deepseek_v4.compressor import Compressor
 from sparkchat.models.deepseek_v4.config import SPARSE_RATIO, WINDOW_ONLY, DeepseekV4Config
 from sparkchat.models.deepseek_v4.indexer import Indexer
@@ -68,20 +68,15 @@ class LatentAttention:
         cache, shape = rows.store(ratio).latents.data[rows.index_of(layer)], room.shapes[ratio]
         low_rank = torch.empty((x.shape[0], self._low_rank_norm.weight.shape[0]), dtype=self._dtype, device=x.device)
         ranks, latents, pooled = self._joined().of_input(x)
-        write_latents(
-            latents,
-            self._latent_norm.weight,
-            *where,
-            rope,
-            cache,
-            shape,
-            low_rank=ranks,
-            low_rank_norm=self._low_rank_norm.weight,
-            out=low_rank,
-        )
         room.ahead.call(*self._joined().query_weights)
-        if pooled is not None:
-            self._compress_rows(pooled, layer, rows)
+        norms = self._latent_norm.weight, self._low_rank_norm.weight
+        if pooled is None:
+            write_latents(
+                latents, norms[0], *where, rope, cache, shape, low_rank=ranks, low_rank_norm=norms[1], out=low_rank
+            )  # fmt: skip
+        else:
+            written = LatentRows(latents, norms[0], cache, shape, ranks, norms[1], low_rank)
+            self._compress_rows(pooled, written, layer, rows)
         has_choice = room.scores is not None and self._indexer is not None
         queries, index_queries = self._joined().of_low_ranks(low_rank, has_choice)
         room.ahead.call(*self._last_weights)
@@ -107,8 +102,8 @@ class LatentAttention:
         inner = self._inner(heads) if self._tiles is None else self._tiles.to_groups(heads)
         return in_parts(self._output, inner) if may_be_parts else into_room(self._output, inner, self._group)
 
-    def _compress_rows(self, products: Pooled, layer: int, rows: RowPass) -> None:
-        """Keep the rows' state, and write entries that close."""
+    def _compress_rows(self, products: Pooled, written: LatentRows, layer: int, rows: RowPass) -> None:
+        """Keep the rows' state, ``written`` with it, and write entries that close."""
         assert self._compressor is not None
         store, index, room = rows.store(self._ratio), rows.index_of(layer), rows.room
         assert store.raw is not None
@@ -123,7 +118,9 @@ class LatentAttention:
             pools.append(self._indexer.compressor.pool(*products.index, raw, keys, 0, **kind))
         rope = room.ropes[self._ratio]
         shape = PoolShape(self._ratio, self._indexer is not None, room.shapes[self._ratio].rope_dim, self._eps)
-        compress_rows(pools, rows.positions, rows.rows, rows.starts, rows.span_starts, rope, shape)
+        compress_rows(
+            pools, rows.positions, rows.rows, rows.starts, rows.span_starts, rope, shape, written=written
+        )  # fmt: skip
 
     def _choose_entries(self, index_queries: Tensor, products: Pooled, layer: int, rows: RowPass) -> Tensor:
         """[N, k] the entries that rows attend to, where there may be more."""
