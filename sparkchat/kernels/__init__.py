@@ -82,6 +82,17 @@ side (models/weights.py). "half" is bf16 or fp16; fp32 works everywhere and is e
         weight TiledFp8.of(codes [n, k] float8_e4m3fn, scales [ceil(n/128), k/128] fp32), n a multiple of 32, k of 128
         (``takes``). x [N, groups*k] half, any N (tiles of 8, 16 or 32 rows); output group g reads input group g.
         out [N, n] half or fp32, or partial sums [weight.splits(), N, n] fp32. is_rounded: x is rounded to e4m3 first.
+        meeting: out lies where other ranks read it, and the launch ends when all ranks have written theirs.
+
+    from sparkchat.kernels.fp8.joint import JointProduct
+    parts, plain_parts, whole = JointProduct(TiledFp8, weight [n, k] half, whole_from)(x)
+        weights of two formats that read the same rows, in one launch.
+
+    from sparkchat.kernels.ranks import Meeting, publish, publish_sum
+        messages between ranks, laid where all of them read, that end with a meeting; ranks/rows.py: rows of tables.
+
+    from sparkchat.kernels.ahead import Lane
+        weights called into L2 on a stream beside the one that computes.
 
     from sparkchat.kernels.gate import Routing, route
     route(logits, routing, scale, *, bias=None, table=None, token_ids=None)
