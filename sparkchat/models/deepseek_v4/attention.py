@@ -163,12 +163,22 @@ class LatentAttention:
             self._products = RowProducts(self._tiles, alone, self._queries, self._compressor, self._indexer)
         return self._products
 
-    def store_by_kernels(self, x: Tensor, layer: int, rows: RowPass) -> None:
-        """Keep the latents of x [N, d] alone, as a drafter does for the features of its context."""
+    @property
+    def tiles(self) -> TileProducts | None:
+        """What multiplies, where weights lie in tiles."""
+        return self._tiles
+
+    def raw_latents(self, x: Tensor) -> Tensor:
+        """x [N, d] -> [N, c] as they are projected."""
+        return self._latents(x)
+
+    def keep_latents(self, latents: Tensor, layer: int, rows: RowPass) -> None:
+        """Keep latents as they are projected, [N, c] or float32 parts [P, N, c] to be added in order, and nothing else:
+        as a drafter does for the features of its context."""
         ratio, room = self._ratio, rows.room
         cache = rows.store(ratio).latents.data[rows.index_of(layer)]
         write_latents(
-            self._latents(x),
+            latents,
             self._latent_norm.weight,
             rows.positions,
             rows.rows,

@@ -16,6 +16,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from sparkchat.kernels.norm import add_rms_norm
 from sparkchat.models.attention import Span, open_spans
 from sparkchat.models.base import ForwardBatch
 from sparkchat.models.deepseek_v4.cache import SINK_SLOTS, StateCache
@@ -24,10 +25,12 @@ from sparkchat.models.deepseek_v4.fused import FusedStack
 from sparkchat.models.deepseek_v4.hyper import HyperHead
 from sparkchat.models.deepseek_v4.model import DeepseekV4
 from sparkchat.models.deepseek_v4.row_pass import RowPass
+from sparkchat.models.deepseek_v4.row_products import ContextLatents
 from sparkchat.models.deepseek_v4.row_sight import RowSight
 from sparkchat.models.deepseek_v4.scope import Scope
 from sparkchat.models.deepseek_v4.sight import Sight
 from sparkchat.models.deepseek_v4.stack import Stack
+from sparkchat.models.deepseek_v4.tile_products import in_parts
 from sparkchat.models.deepseek_v4.vocabulary import VocabularyHead, VocabularyRows, rows_for_drafts
 from sparkchat.models.dspark.drafter import BlockWeights
 from sparkchat.models.dspark.heads import ConfidenceHead, VanillaHead
@@ -101,6 +104,7 @@ class DsparkDrafter:
         first, last = scope.within("0"), scope.within(str(num_stages - 1))
         self._target, self._num_stages = target, num_stages
         self._fused: FusedStack | None = None
+        self._context: ContextLatents | None = None
         self._project = first.linear("main_proj", has_fp8_input=True)
         self._project_norm = first.norm("main_norm", config.rms_eps)
         self._stack = Stack(scope, config, (WINDOW_ONLY,) * num_stages)
@@ -170,6 +174,7 @@ class DsparkDrafter:
         _ = self._target.draft_head
         room = self._target.row_room(cache, most_rows, most_per_request)
         self._fused = FusedStack(self._stack, self._streams_head, self._norm, room, self._group)
+        self._context = ContextLatents.of([layer.attention.tiles for layer in self._stack.layers])
 
     def prepare(self, end: int) -> None:
         """Positions of ``store_rows`` and ``draft_rows`` will lie below ``end``."""
@@ -178,18 +183,26 @@ class DsparkDrafter:
     @torch.inference_mode()
     def store_rows(self, features: Tensor, rows: RowBatch, cache: ContextCache) -> None:
         """As ``extend_context``, asking the host nothing; the cache is filled and keeps no count."""
-        x = self._project_norm(self._project(features.to(self._project.dtype)).float(), self._project.dtype)
         if self._fused is not None and self._fused.room.cache is cache:
-            taken = RowPass.of(self._fused.room, rows)
-            for stage, layer in enumerate(self._stack.layers):
-                layer.attention.store_by_kernels(x, stage, taken)
+            self._store_by_kernels(features, RowPass.of(self._fused.room, rows))
             return
+        x = self._project_norm(self._project(features.to(self._project.dtype)).float(), self._project.dtype)
         rotations = self._target.ropes.at(WINDOW_ONLY, rows.positions)
         store = cache.stores[WINDOW_ONLY]
         slots = SINK_SLOTS + rows.positions % store.ring
         for stage, layer in enumerate(self._stack.layers):
             data = store.latents.data[stage]
             data[rows.cache_rows, slots] = layer.attention.latents(x, rotations).to(data.dtype)
+
+    def _store_by_kernels(self, features: Tensor, rows: RowPass) -> None:
+        """Keep what all stages see of features [N, m*d], by ``sparkchat.kernels``."""
+        norm, dtype = self._project_norm, self._project.dtype
+        x = torch.empty((features.shape[0], norm.weight.shape[0]), dtype=dtype, device=features.device)
+        add_rms_norm(None, in_parts(self._project, features.to(dtype)), norm.weight, norm.eps, x)
+        layers = [layer.attention for layer in self._stack.layers]
+        latents = None if self._context is None else self._context(x)
+        for stage, layer in enumerate(layers):
+            layer.keep_latents(layer.raw_latents(x) if latents is None else latents[stage], stage, rows)
 
     @torch.inference_mode()
     def draft_rows(self, rows: RowBatch, cache: ContextCache) -> Tensor:
@@ -206,6 +219,10 @@ class DsparkDrafter:
     @torch.inference_mode()
     def base_logits(self, hidden: Tensor) -> Tensor:
         """hidden [M, d] -> [M, V] float32, before the sequential head."""
+        if self._fused is not None:
+            normed = torch.empty(hidden.shape, dtype=self._target.head.dtype, device=hidden.device)
+            add_rms_norm(None, hidden, self._norm.weight, self._norm.eps, normed)
+            return self._target.draft_logits(normed)
         return self._target.draft_logits(self._norm(hidden.float(), torch.float32))
 
     def initial_state(self, count: int) -> Tensor:

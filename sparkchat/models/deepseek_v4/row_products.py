@@ -82,6 +82,30 @@ class RowProducts:
         return out[:, : self._cut], out[:, self._cut :]
 
 
+class ContextLatents:
+    """The latents that all stages of a drafter keep of one row, in one launch."""
+
+    def __init__(self, weight: TiledFp8, stages: int, is_rounded: bool) -> None:
+        """``weight`` [stages * c, d]"""
+        self._weight, self._stages, self._is_rounded = weight, stages, is_rounded
+
+    @classmethod
+    def of(cls, stages: Sequence[TileProducts | None]) -> ContextLatents | None:
+        """None where some stage's weights do not lie in tiles. Takes memory of its own, a few megabytes."""
+        tiles = [stage for stage in stages if stage is not None]
+        if len(tiles) < len(stages):
+            return None
+        weights = [stage.latents for stage in tiles]
+        joined = TiledFp8(torch.cat([w.tiles for w in weights]), torch.cat([w.scales for w in weights]))
+        return cls(joined, len(stages), tiles[0].is_rounded)
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
+        """x [N, d], any N -> of each stage parts [P, N, c] float32, to be added in order."""
+        parts = torch.empty((self._weight.splits(), x.shape[0], self._weight.shape[0]), device=x.device)
+        fp8_linear(x, self._weight, parts, is_rounded=self._is_rounded)
+        return parts.chunk(self._stages, dim=-1)
+
+
 def _joint_of(tiles: TileProducts | None, pooling: PoolProducts | None) -> JointProduct | None:
     """One launch for what reads the layer's input, where there are weights of both formats."""
     if tiles is None or pooling is None or pooling.joined is None or not takes_joint(tiles.joint, pooling.joined):

@@ -51,6 +51,11 @@ class TileProducts:
         inner_tiles = TiledFp8.of(*fp8_parts(inner, scope.device))
         return cls(joint, rank, inner_tiles, outs // group_outs, scope.has_roundings, scope.dtype)
 
+    @property
+    def latents(self) -> TiledFp8:
+        """[c, d]: that part of ``joint``"""
+        return _outs(self.joint, self.low_rank, self.joint.shape[0])
+
     def linears(self) -> tuple[Linear, Linear, list[Linear]]:
         """To low ranks, to latents, and of each output group, by themselves: for long prompts."""
         size = self.inner.shape[0] // self.groups
