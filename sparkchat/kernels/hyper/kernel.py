@@ -37,41 +37,42 @@ _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16:
 
 
 @triton.jit
-def _part_of(output_ptr, part, part_stride, PLACED: tl.constexpr):
-    if PLACED is None:
-        return output_ptr + part * part_stride
-    else:
-        return tl.load(output_ptr + part).to(tl.pointer_type(PLACED))
-
-
-@triton.jit
 def _merge(
-    row, column, streams_ptr, output_ptr, mix_ptr, merged_ptr, part_stride, output_stride,
+    row, column, streams_ptr, output_ptr, mix_ptr, part_stride, output_stride,
     SIZE: tl.constexpr, STREAMS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr, PLACED: tl.constexpr,
 ):  # fmt: skip
-    # The streams behind the sub-block, as they are stored: a [COLUMNS] float32 for each.
-    of_row = row * (STREAMS * SIZE) + column
+    """The streams behind the sub-block, as they are stored: a [COLUMNS] of their type for each.
+
+    What is loaded is on its way together, addresses first: a load that waits for one holds up all behind it.
+    """
+    ats = ()
+    for part in tl.static_range(PARTS):
+        if PLACED is None:
+            at = output_ptr + part * part_stride
+        else:
+            at = tl.load(output_ptr + part).to(tl.pointer_type(PLACED))
+        ats = ats + (at,)  # noqa: RUF005
     before = ()
     for stream in tl.static_range(STREAMS):
-        x = tl.load(streams_ptr + of_row + stream * SIZE).to(tl.float32)
-        before = before + (x,)  # noqa: RUF005
+        before = before + (tl.load(streams_ptr + (row * STREAMS + stream) * SIZE + column),)  # noqa: RUF005
     if PARTS == 0:
         return before
+    mix = ()
+    for number in tl.static_range(STREAMS + STREAMS * STREAMS):
+        mix = mix + (tl.load(mix_ptr + row * (STREAMS + STREAMS * STREAMS) + number),)  # noqa: RUF005
     brought = tl.zeros((COLUMNS,), tl.float32)
     for part in tl.static_range(PARTS):
-        where = _part_of(output_ptr, part, part_stride, PLACED) + row * output_stride + column
         # Another device may have written it: not from the cache of this multiprocessor.
+        where = ats[part] + row * output_stride + column
         brought += tl.load(where, cache_modifier=".cg").to(tl.float32)
-    mix = mix_ptr + row * (STREAMS + STREAMS * STREAMS)
     behind = ()
     for stream in tl.static_range(STREAMS):
-        x = tl.load(mix + stream) * brought
+        x = mix[stream] * brought
         for source in tl.static_range(STREAMS):
             # What this stream behind takes of that one before: the combination is used transposed.
-            x = tl.fma(tl.zeros_like(x) + tl.load(mix + STREAMS + source * STREAMS + stream), before[source], x)
-        stored = x.to(merged_ptr.dtype.element_ty)
-        tl.store(merged_ptr + of_row + stream * SIZE, stored)
-        behind = behind + (stored.to(tl.float32),)  # noqa: RUF005
+            share = tl.zeros_like(x) + mix[STREAMS + source * STREAMS + stream]
+            x = tl.fma(share, before[source].to(tl.float32), x)
+        behind = behind + (x.to(streams_ptr.dtype.element_ty),)  # noqa: RUF005
     return behind
 
 
@@ -141,7 +142,18 @@ def _one(numbers, index, which):
 
 
 @triton.jit
-def _balance(c, eps, STREAMS: tl.constexpr, ITERATIONS: tl.constexpr):
+def _inverse(x, FAST: tl.constexpr):
+    """1 / x of a normal number, to one unit in the last place: a division's care for all others takes as long again."""
+    if FAST:
+        return tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )  # fmt: skip
+    else:
+        return 1.0 / x
+
+
+@triton.jit
+def _balance(c, eps, STREAMS: tl.constexpr, ITERATIONS: tl.constexpr, FAST: tl.constexpr):
     """c, STREAMS^2 scalars, row after row: softmax of each row, then columns and rows scaled in turn, columns last.
 
     Scalars, which every thread has for itself: nothing is said between threads in forty steps of one after the other.
@@ -158,33 +170,33 @@ def _balance(c, eps, STREAMS: tl.constexpr, ITERATIONS: tl.constexpr):
             total += row[k]
         for k in tl.static_range(STREAMS):
             made = made + (row[k] / total + eps,)  # noqa: RUF005
-    c = _scale_columns(made, eps, STREAMS)
+    c = _scale_columns(made, eps, STREAMS, FAST)
     for _ in range(ITERATIONS - 1):
-        c = _scale_columns(_scale_rows(c, eps, STREAMS), eps, STREAMS)
+        c = _scale_columns(_scale_rows(c, eps, STREAMS, FAST), eps, STREAMS, FAST)
     return c
 
 
 @triton.jit
-def _scale_rows(c, eps, STREAMS: tl.constexpr):
+def _scale_rows(c, eps, STREAMS: tl.constexpr, FAST: tl.constexpr):
     made = ()
     for j in tl.static_range(STREAMS):
         total = c[j * STREAMS]
         for k in tl.static_range(1, STREAMS):
             total += c[j * STREAMS + k]
-        factor = 1.0 / (total + eps)
+        factor = _inverse(total + eps, FAST)
         for k in tl.static_range(STREAMS):
             made = made + (c[j * STREAMS + k] * factor,)  # noqa: RUF005
     return made
 
 
 @triton.jit
-def _scale_columns(c, eps, STREAMS: tl.constexpr):
+def _scale_columns(c, eps, STREAMS: tl.constexpr, FAST: tl.constexpr):
     factors = ()
     for k in tl.static_range(STREAMS):
         total = c[k]
         for j in tl.static_range(1, STREAMS):
             total += c[j * STREAMS + k]
-        factors = factors + (1.0 / (total + eps),)  # noqa: RUF005
+        factors = factors + (_inverse(total + eps, FAST),)  # noqa: RUF005
     made = ()
     for j in tl.static_range(STREAMS):
         for k in tl.static_range(STREAMS):
@@ -196,7 +208,7 @@ def _scale_columns(c, eps, STREAMS: tl.constexpr):
 def _finish_mix(
     sums_ptr, base_ptr, scale_ptr, mix_ptr, rate, turn, eps,
     STREAMS: tl.constexpr, PROGRAMS: tl.constexpr, READ: tl.constexpr, MIX: tl.constexpr, ITERATIONS: tl.constexpr,
-    MEETING: tl.constexpr,
+    MEETING: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     USED: tl.constexpr = STREAMS + STREAMS * STREAMS
     index = tl.arange(0, MIX)
@@ -208,7 +220,7 @@ def _finish_mix(
     c = ()
     for place in tl.static_range(STREAMS * STREAMS):
         c = c + (_one(numbers, index, STREAMS + place),)  # noqa: RUF005
-    c = _balance(c, eps, STREAMS, ITERATIONS)
+    c = _balance(c, eps, STREAMS, ITERATIONS, FAST)
     for place in tl.static_range(STREAMS * STREAMS):
         tl.store(mix_ptr + STREAMS + place, c[place])
 
@@ -274,7 +286,8 @@ def _connect_streams(
     SIZE: tl.constexpr, STREAMS: tl.constexpr, COLUMNS: tl.constexpr, PROGRAMS: tl.constexpr, COUNT: tl.constexpr,
     NUMBERS: tl.constexpr, READ: tl.constexpr, MIX: tl.constexpr, ITERATIONS: tl.constexpr, PARTS: tl.constexpr,
     PLACED: tl.constexpr, HAS_TAP: tl.constexpr, HAS_OUT: tl.constexpr, HAS_TAKEN: tl.constexpr, HAS_MIX: tl.constexpr,
-    FIRST: tl.constexpr, SECOND: tl.constexpr, MEETING: tl.constexpr, PDL: tl.constexpr,
+    FIRST: tl.constexpr, SECOND: tl.constexpr, MEETING: tl.constexpr, FAST: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     column = program * COLUMNS + tl.arange(0, COLUMNS)
@@ -295,13 +308,19 @@ def _connect_streams(
             turn = tl.cast(0, tl.int32)
             if MEETING == 2:
                 turn = _turn(arrived_ptr + row, PROGRAMS)
-            xs = _merge(
-                row, column, streams_ptr, output_ptr, mix_ptr, merged_ptr, part_stride, output_stride, SIZE, STREAMS,
-                COLUMNS, PARTS, PLACED,
+            behind = _merge(
+                row, column, streams_ptr, output_ptr, mix_ptr, part_stride, output_stride, SIZE, STREAMS, COLUMNS,
+                PARTS, PLACED,
             )  # fmt: skip
+            xs = ()
+            for stream in tl.static_range(STREAMS):
+                xs = xs + (behind[stream].to(tl.float32),)  # noqa: RUF005
             _leave_sums(
                 xs, fn, sums_ptr + row * ROOM, program, turn, STREAMS, COLUMNS, PROGRAMS, COUNT, NUMBERS, READ, MIX
             )  # fmt: skip
+            if PARTS > 0:
+                for stream in tl.static_range(STREAMS):
+                    tl.store(merged_ptr + (row * STREAMS + stream) * SIZE + column, behind[stream])
             if HAS_TAP:
                 mean = xs[0]
                 for stream in tl.static_range(1, STREAMS):
@@ -337,7 +356,7 @@ def _connect_streams(
                     to = next_mix_ptr + row * (STREAMS + STREAMS * STREAMS)
                     _finish_mix(
                         sums_ptr + row * ROOM, base_ptr, scale_ptr, to, rate, turn, eps, STREAMS, PROGRAMS, READ, MIX,
-                        ITERATIONS, MEETING,
+                        ITERATIONS, MEETING, FAST,
                     )  # fmt: skip
             if MEETING == 2:
                 tl.atomic_add(arrived_ptr + row, 1, sem="relaxed", scope="gpu")
@@ -385,7 +404,8 @@ def launch_connect_streams(
             NUMBERS=power_of_two(count), READ=read, MIX=mixed, ITERATIONS=weights.iterations, PARTS=parts,
             PLACED=placed, HAS_TAP=tap is not None, HAS_OUT=out is not None, HAS_TAKEN=taken is not None,
             HAS_MIX=next_mix is not None and not weights.is_head, FIRST=is_first, SECOND=is_second,
-            MEETING=int(meeting), num_warps=plan.warps,
+            # The interpreter runs no instructions of the card.
+            MEETING=int(meeting), FAST=not triton.knobs.runtime.interpret, num_warps=plan.warps,
         )  # fmt: skip
 
     if rows_each is not None:
