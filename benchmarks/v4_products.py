@@ -30,6 +30,7 @@ from sparkchat.kernels.gate.plan import PLAN, GatePlan
 from sparkchat.kernels.gate.plan import TRIED as GATE_PLANS
 from sparkchat.kernels.gemm import gemm_splits
 from sparkchat.kernels.gemm.kernel import launch_small_gemm
+from sparkchat.kernels.gemm.plan import Plan
 from sparkchat.kernels.launch import overlap
 from sparkchat.kernels.markov import MarkovBuffers
 from sparkchat.kernels.markov.kernel import BiasPlan, launch_markov_block
@@ -250,6 +251,19 @@ def down(layer: Layer, routings: list[Routing], space: ExpertBuffers) -> Callabl
     return runner
 
 
+def gate_variants(make: Maker, x: Tensor) -> dict[str, Run]:
+    """The router's product in more parts than it has, with weights that do not stay in L2."""
+    weights = [make.half(EXPERTS, D) for _ in range(make.sets(2 * EXPERTS * D) if make.is_real else 1)]
+
+    def runner(splits: int, stages: int) -> Run:
+        plan = Plan(64, 128, splits, D // splits, stages)
+        out = torch.empty((splits, x.shape[0], EXPERTS), device=make.device)
+        return lambda i: launch_small_gemm(x, weights[i % len(weights)], out, None, None, "partials", plan)
+
+    sizes = ((8, 3), (16, 2), (32, 1)) if x.shape[0] in (1, 6) else ()
+    return {f"cold, split {splits} stages {stages}": runner(splits, stages) for splits, stages in sizes}
+
+
 def route_cases(make: Maker) -> Iterator[Case]:
     layer = Layer.make(make)
     for rows in (*ROWS, 384):
@@ -283,7 +297,8 @@ def route_cases(make: Maker) -> Iterator[Case]:
             scores(0)
             route(0)
         size = sum(bytes_of([routing], make)) + 2 * EXPERTS * D
-        yield Case(f"gate scores {rows} rows", 2 * EXPERTS * D, 1, {"used": scores})
+        gate = 2 * EXPERTS * D
+        yield Case(f"gate scores {rows} rows", gate, make.sets(gate), {"used": scores, **gate_variants(make, x)})
         ways = {f"warps {p.warps}{', one launch' * p.is_one}": partial(route, plan=p) for p in GATE_PLANS}
         yield Case(f"route {rows} rows", logits.nbytes, 1, ways)
         # Always the same experts: of 1 row they stay in the L2 cache, so that this shows what launches cost.

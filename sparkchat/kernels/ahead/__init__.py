@@ -13,6 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from sparkchat.kernels.launch import starts_early
+
 SWITCH = "SPARKCHAT_WEIGHTS_AHEAD"
 """In the environment: 1 calls weights ahead. Not on by itself: it has not been measured."""
 MOST_PIECES = 4
@@ -33,8 +35,11 @@ class Lane:
 
     def call(self, *weights: Tensor | None) -> None:
         """Ask for at most ``MOST_PIECES`` weights once all that was launched so far is done. It may stand in a graph,
-        up to ``join``. Raises ValueError for more."""
-        if self._side is None:
+        up to ``join``. Raises ValueError for more.
+
+        Where kernels start early (launch.overlap), products call their own weights, and nothing is done here.
+        """
+        if self._side is None or starts_early(is_streaming=False):
             return
         from sparkchat.kernels.ahead.kernel import launch_call_ahead
 
