@@ -18,7 +18,9 @@ NAN = float("nan")
 Buffers = dict[str, Any]
 
 
-def weights_of(device: torch.device, *, is_head: bool = False, size: int = S, width: int = D) -> StreamWeights:
+def weights_of(
+    device: torch.device, *, is_head: bool = False, size: int = S, width: int = D, iterations: int = 3
+) -> StreamWeights:
     count = size if is_head else (2 + size) * size
     return StreamWeights(
         torch.randn(count, size * width, device=device) * 0.3,
@@ -27,7 +29,7 @@ def weights_of(device: torch.device, *, is_head: bool = False, size: int = S, wi
         size,
         rms_eps=1e-6,
         eps=1e-6,
-        iterations=0 if is_head else 20,
+        iterations=0 if is_head else iterations,
     )
 
 
@@ -72,7 +74,7 @@ def assert_agree(buffers: Buffers, weights: StreamWeights, atol: float = 2e-5) -
             torch.testing.assert_close(got[name], want[name], atol=atol, rtol=10 * atol)
 
 
-@pytest.mark.parametrize("rows", [1, 5, 19])
+@pytest.mark.parametrize("rows", [1, 5, 9])
 def test_agrees_with_the_reference(rows: int, device: torch.device) -> None:
     assert_agree(make(device, rows), weights_of(device))
 
@@ -115,9 +117,9 @@ def test_the_mix_may_be_written_where_it_was_read(device: torch.device) -> None:
 
 
 def test_a_row_does_not_depend_on_the_rows_beside_it(device: torch.device) -> None:
-    buffers, weights = make(device, 18), weights_of(device)
+    buffers, weights = make(device, 10), weights_of(device)
     together = launch(copy_of(buffers), weights)
-    for row in (0, 17):
+    for row in (0, 9):
         cut = {n: v[:, row : row + 1] if n == "output" else v[row : row + 1] for n, v in buffers.items() if n in
                ("streams", "output", "mix", *MADE)}  # fmt: skip
         alone = launch(copy_of({**buffers, **cut}), weights)
@@ -127,7 +129,7 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(device: torch.device) -> No
 
 def test_the_combination_is_transposed_and_balanced(device: torch.device) -> None:
     """By numbers that a slip shows in: each stream's own constant, moved by a permutation."""
-    buffers, weights = make(device, 1), weights_of(device)
+    buffers, weights = make(device, 1), weights_of(device, iterations=20)
     buffers["streams"] = torch.arange(1.0, S + 1, device=device).view(1, S, 1).expand(1, S, D).contiguous()
     buffers["output"] = torch.zeros(1, D, device=device)
     moved = torch.zeros(S, S, device=device)

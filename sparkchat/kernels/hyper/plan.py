@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import IntEnum
 
-LEAST_COLUMNS = 16
+LEAST_COLUMNS = 32
 MOST_STREAMS = 4
 """A thread has all numbers of a combination in registers."""
 
