@@ -15,6 +15,7 @@ from typing import Any, Literal
 import jinja2
 
 from sparkchat import deepseek_prompt
+from sparkchat.bounded_render import TooMuch, render_bounded
 from sparkchat.errors import UsageError
 from sparkchat.thinking import ThinkingSplitter, find_thinking_tags, prompt_opens_thinking
 from sparkchat.tokenizer import LoadedTokenizer, load_tokenizer
@@ -279,9 +280,7 @@ def _renderer(tokenizer: Any, source: str, switches: Mapping[str, Any]) -> _Rend
     """A function of (chat, add_generation_prompt) that renders in transformers' sandbox."""
 
     def render(chat: list[Message], add_generation_prompt: bool) -> str:
-        return tokenizer.apply_chat_template(
-            chat, chat_template=source, tokenize=False, add_generation_prompt=add_generation_prompt, **switches
-        )
+        return render_bounded(tokenizer, source, chat, switches, add_generation_prompt)
 
     return render
 
@@ -294,7 +293,12 @@ def _try_ladder(render: _Render, chat: list[Message]) -> tuple[tuple[list[Messag
             text = render(candidate, True)
         except _TEMPLATE_ERRORS as error:
             first_error = first_error or " ".join(f"{error}".split())[:200] or type(error).__name__
+            if isinstance(error, TooMuch):
+                break
             continue
+        if not text:
+            first_error = first_error or "it writes nothing"
+            break
         if all(message["content"].strip() in text for message in candidate if message["role"] == "system"):
             return (candidate, notices), ""
         first_error = first_error or "it leaves the system text out"

@@ -33,6 +33,10 @@ BROKEN = {
     "wrong type": "{{ messages + 1 }}",
     "endless range": "{% for i in range(10 ** 9) %}x{% endfor %}",
     "recursion": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    "no end": "{% for i in range(9999) %}{% for j in range(9999) %}{{ '' }}{% endfor %}{% endfor %}",
+    "no measure": "{{ 'x' * 10 ** 8 }}",
+    "more than there is": "{{ 'x' * 10 ** 14 }}",
+    "nothing": "{% if false %}x{% endif %}",
     "escape from the sandbox": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
 }
 
@@ -134,7 +138,10 @@ def test_empty_message_and_empty_system_text(make: Callable[[str | None], Any]) 
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_broken_template_falls_back_with_a_notice(make: Callable[[str | None], Any], name: str) -> None:
+def test_broken_template_falls_back_with_a_notice(
+    make: Callable[[str | None], Any], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sparkchat.bounded_render.SECONDS", 0.3)
     prompt = render_prompt(make(BROKEN[name]), [USER], system="be brief")
     assert prompt.template == "fallback" and "ChatML" in prompt.notices[0] and "template fails" in prompt.notices[0]
     assert prompt.text.endswith("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
