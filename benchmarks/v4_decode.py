@@ -2,6 +2,7 @@
 
     python3 benchmarks/v4_decode.py --gpus 2 --commit HASH --out FILE.json       # all parts
     python3 benchmarks/v4_decode.py --gpus 2 --parts alone,mtp3 --quick          # some of them, fewer steps
+    python3 benchmarks/v4_decode.py --rank-of 2 --parts alone                    # one rank of two, on one GPU
     python3 benchmarks/v4_decode.py --tiny --gpus 2                              # a tiny model on the CPU
 
 Weights are random in the published forms and made on the devices; acceptance is simulated (sparkchat/simulation.py), so
@@ -20,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 import torch  # noqa: E402
 import v4_shapes  # noqa: E402
 import v4_table  # noqa: E402
+from v4_rank import lone_rank  # noqa: E402
 
 from sparkchat.engine import engine as engine_module  # noqa: E402
 from sparkchat.engine.captured.build import build_decoder  # noqa: E402
@@ -53,7 +55,8 @@ class Bench:
 
     def __init__(self, options: argparse.Namespace, folder: Path) -> None:
         self.options, self.is_tiny = options, options.tiny
-        self.gpus, self.steps = options.gpus, 2 if options.tiny else 60 if options.quick else 200
+        self.gpus, self.rank_of = options.gpus, options.rank_of
+        self.steps = 2 if options.tiny else 60 if options.quick else 200
         self.context, self.long_context = (24, 60) if options.tiny else (2048, 65_536)
         self.batches = (1, 2) if options.tiny else (1, 4, 16, 64)
         self.began = time.perf_counter()
@@ -63,12 +66,13 @@ class Bench:
         self.report: dict[str, Any] = {
             **v4_shapes.machine(options.commit),
             "gpus": options.gpus,
+            "rank_of": options.rank_of,
             "overlap": options.overlap,
             "tiny": options.tiny,
             "context": self.context,
             "block": self.block,
             "read_tb_per_s": bandwidth,
-            "floors_ms": v4_shapes.floors(self.dspark, self.block, options.gpus, bandwidth),
+            "floors_ms": v4_shapes.floors(self.dspark, self.block, self.rank_of or self.gpus, bandwidth),
             "rows": [],
         }
 
@@ -338,6 +342,7 @@ def contexts(bench: Bench) -> None:
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", type=int, default=1, help="GPUs that share the model (processes, with --tiny)")
+    parser.add_argument("--rank-of", type=int, help="rank 0 of so many, alone on one GPU: without the ranks' meetings")
     parser.add_argument("--parts", default=",".join(PARTS), help="which parts to run, in this order")
     parser.add_argument(
         "--overlap", choices=("none", "small", "all"), help="which kernels start early; else the default"
@@ -362,7 +367,10 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         from sparkchat.kernels.launch import Overlap
 
         engine_module.build_decoder = partial(build_decoder, overlaps=Overlap(options.overlap))
-    with tempfile.TemporaryDirectory() as folder:
+    if options.rank_of and options.gpus > 1:
+        parser.error("--rank-of takes one GPU; leave --gpus out")
+    lone = lone_rank(options.rank_of) if options.rank_of else nullcontext()
+    with tempfile.TemporaryDirectory() as folder, lone:
         bench = Bench(options, Path(folder))
         for name in chosen:
             parts[name](bench)

@@ -151,8 +151,9 @@ def _arms(report: dict[str, Any]) -> list[tuple[str, str, str, bool | None]]:
 
 def table(report: dict[str, Any]) -> str:
     floors = report["floors_ms"]
+    lone = f"rank 0 of {report['rank_of']} alone, without the ranks' meetings; " if report.get("rank_of") else ""
     lines = [
-        f"{report['gpus']} x {report['device']}, torch {report['torch']}, commit {report['commit']}; reading "
+        f"{lone}{report['gpus']} x {report['device']}, torch {report['torch']}, commit {report['commit']}; reading "
         f"{report['read_tb_per_s']:.2f} TB/s; floors, ms: " + ", ".join(f"{k} {v:.2f}" for k, v in floors.items()),
         "",
         "| part | row | batch | GPU ms | draft | verify | wall ms | rows | tokens/step | tokens/s |",
