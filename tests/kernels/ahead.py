@@ -33,6 +33,8 @@ from sparkchat.kernels.markov.kernel import launch_markov_block
 from sparkchat.kernels.norm.kernel import launch_add_rms_norm
 from sparkchat.kernels.planner.kernel import launch_plan_lengths
 from sparkchat.kernels.rope.kernel import launch_write_context, launch_write_qkv
+from sparkchat.kernels.row_places import RowPlaces
+from sparkchat.kernels.row_places.kernel import launch_place_rows
 from sparkchat.kernels.sampling import DrawSettings
 from sparkchat.kernels.seats import PackedRows
 from sparkchat.kernels.seats.kernel import launch_enter_block, launch_enter_rows, launch_limit, launch_settle
@@ -178,6 +180,13 @@ def seats() -> None:
     launch_settle(words, seats, rows, buffers, block, None, records)
 
 
+def row_places() -> None:
+    numbers, starts = torch.zeros(70, dtype=torch.int64), torch.zeros(17, dtype=torch.int32)
+    places = RowPlaces(*[numbers] * 6)
+    for is_block, repeats_last in ((False, True), (True, False)):
+        launch_place_rows(*[numbers] * 4, starts, places, 128, is_block, repeats_last)
+
+
 def planner() -> None:
     for requests in (1, 32, 256):
         limits, lens = (torch.zeros(requests, dtype=torch.int32) for _ in range(2))
@@ -187,7 +196,7 @@ def planner() -> None:
 
 
 ALL: dict[str, Callable[[], None]] = {
-    f.__name__: f for f in (norm, rope, attention, gemm, markov, accept, seats, planner)
+    f.__name__: f for f in (norm, rope, attention, gemm, markov, accept, seats, row_places, planner)
 }
 
 

@@ -35,8 +35,8 @@ SIZES: dict[str, Any] = {
     "dspark_markov_rank": 64,
 }
 """The least that the kernels' tiles take."""
-AROUND = 48
-"""Most operations of torch in a verification, around its layers."""
+AROUND = 16
+"""Most operations of torch in a verification or a draft, around its layers."""
 
 
 @contextmanager
@@ -82,7 +82,7 @@ def test_layers_launch_kernels_alone(tmp_path: Path) -> None:
     (few, drafted), (more, drafted_again) = (launches(tmp_path / str(layers), layers) for layers in (1, 3))
     torchs = [Counter(one.name for one in each if not one.is_ours) for each in (few, more, drafted, drafted_again)]
     assert torchs[0] == torchs[1] and torchs[2] == torchs[3]
-    assert 0 < torchs[0].total() <= AROUND
+    assert 0 < torchs[0].total() <= AROUND and torchs[2].total() <= AROUND
     added = Counter(one.name for one in more) - Counter(one.name for one in few)
     assert added["_connect_streams"] == 4 and added["_gate_up"] == added["_down"] == added["_attend_latents"] == 2
     assert added.total() <= 16 + 14 and added["_joint_product"] == 2

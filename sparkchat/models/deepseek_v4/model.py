@@ -104,9 +104,9 @@ class DeepseekV4:
 
         Positions must be below what ``prepare`` was given, and the cache filled.
         """
-        rows = repeat_last(rows)
         if self._fused is not None and self._fused.room.cache is cache:
-            return self._run_fused(self._fused, rows, tap_layers)
+            return self._run_fused(self._fused, RowPass.of(self._fused.room, rows, repeats_last=True), tap_layers)
+        rows = repeat_last(rows)
         return self._run(rows.token_ids, RowSight(cache, rows, self.ropes, self.num_heads), tap_layers)
 
     def fuse(self, cache: StateCache, most_rows: int, most_per_request: int) -> None:
@@ -140,13 +140,11 @@ class DeepseekV4:
             has_roundings=self.has_roundings,
         )
 
-    def _run_fused(
-        self, fused: FusedStack, rows: RowBatch, tap_layers: tuple[int, ...]
-    ) -> tuple[Tensor, Tensor | None]:
+    def _run_fused(self, fused: FusedStack, rows: RowPass, tap_layers: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:
         last = self.config.num_layers
         means = [layer for layer in tap_layers if layer != last]
         streams = self.streams(rows.token_ids)
-        _, hidden, streams, taps = fused.run(streams, rows.token_ids, RowPass.of(fused.room, rows), means)
+        _, hidden, streams, taps = fused.run(streams, rows.token_ids, rows, means)
         taps[last] = streams.flatten(1)
         return hidden, torch.cat([taps[layer] for layer in tap_layers], dim=-1) if tap_layers else None
 

@@ -14,6 +14,7 @@ from sparkchat.kernels.ahead import Lane
 from sparkchat.kernels.hyper import HyperWorkspace, hyper_workspace
 from sparkchat.kernels.indexer import IndexShape, index_scores_of
 from sparkchat.kernels.latent_attention import LatentShape, LatentWorkspace, latent_spans, latent_workspace
+from sparkchat.kernels.row_places import place_rows
 from sparkchat.models.deepseek_v4.cache import SINK_SLOTS, RatioStore, StateCache
 from sparkchat.models.deepseek_v4.config import SPARSE_RATIO, DeepseekV4Config
 from sparkchat.models.deepseek_v4.rope import Ropes
@@ -70,6 +71,8 @@ class RowPass:
     """One batch of rows, shared by all layers."""
 
     room: RowRoom
+    token_ids: Tensor
+    """[N]"""
     positions: Tensor
     """[N]"""
     rows: Tensor
@@ -84,16 +87,33 @@ class RowPass:
     """[N] positions below it are seen"""
 
     @classmethod
-    def of(cls, room: RowRoom, rows: RowBatch, *, is_block: bool = False) -> RowPass:
-        """``is_block``: rows of a request see the window before it, and each other up to ``rows.ends``."""
+    def of(cls, room: RowRoom, rows: RowBatch, *, is_block: bool = False, repeats_last: bool = False) -> RowPass:
+        """``is_block``: rows of a request see the window before it, and each other up to ``rows.ends``.
+
+        ``repeats_last``: as ``row_sight.repeat_last``.
+        """
         assert rows.starts is not None
-        starts, positions = rows.starts, rows.positions
-        index = torch.arange(positions.shape[0], dtype=starts.dtype, device=starts.device)
-        owner = torch.searchsorted(starts, index, right=True).sub_(1).clamp_(max=starts.shape[0] - 2)
-        span_starts = positions[starts[owner].long()]
         window = next(iter(room.cache.stores.values())).window
-        first_seen = span_starts - window if is_block else positions - (window - 1)
-        return cls(room, positions, rows.cache_rows, starts, span_starts, first_seen, rows.ends)
+        places = place_rows(
+            rows.token_ids,
+            rows.positions,
+            rows.cache_rows,
+            rows.ends,
+            rows.starts,
+            window=window,
+            is_block=is_block,
+            repeats_last=repeats_last,
+        )
+        return cls(
+            room,
+            places.token_ids,
+            places.positions,
+            places.cache_rows,
+            rows.starts,
+            places.span_starts,
+            places.first_seen,
+            places.ends,
+        )
 
     def store(self, ratio: int) -> RatioStore:
         return self.room.cache.stores[ratio]
