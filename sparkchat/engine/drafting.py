@@ -15,7 +15,7 @@ from sparkchat.engine.laws import draft_laws
 from sparkchat.engine.pair import LoadedPair
 from sparkchat.engine.request import RequestState
 from sparkchat.engine.simulated import simulate
-from sparkchat.engine.slots import flush_contexts
+from sparkchat.engine.slots import flush_contexts, take_pending
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ def propose(pair: LoadedPair, states: Sequence[RequestState], lens: Sequence[int
     if not drafting:
         return None
     assert pair.drafter is not None and pair.draft_cache is not None
-    flush_contexts(pair.drafter, pair.draft_cache, [states[r].slot.draft for r in drafting])
+    contexts = [states[r].slot.draft for r in drafting]
     mask = pair.drafter.config.mask_token_id
     batch = pack_rows(
         [[states[r].anchor] + [mask] * (lens[r] - 1) for r in drafting],
@@ -46,8 +46,12 @@ def propose(pair: LoadedPair, states: Sequence[RequestState], lens: Sequence[int
         [states[r].slot.draft.row for r in drafting],
         pair.device,
     )
-    hidden = pair.drafter.backbone(batch, pair.draft_cache)
-    base = pair.drafter.base_logits(hidden)
+    if hasattr(pair.drafter, "draft_block"):
+        hidden, base = pair.drafter.draft_block(take_pending(contexts), batch, pair.draft_cache)
+    else:
+        flush_contexts(pair.drafter, pair.draft_cache, contexts)
+        hidden = pair.drafter.backbone(batch, pair.draft_cache)
+        base = pair.drafter.base_logits(hidden)
     draw = _draw_from_shortlist if shortlist.suits(pair) else _draw_block
     draft = draw(pair, states, lens, drafting, batch.row_starts, hidden, base)
     return draft if pair.simulated is None else simulate(pair.simulated, draft, states)

@@ -97,10 +97,13 @@ def _verify(
     ]
     sound = [[run[0], *(run[0] if i in pair.damaged_ids else i for i in run[1:])] for run in runs]
     batch = pack_rows(sound, [s.kv_len for s in states], [s.slot.row for s in states], pair.device)
-    hidden, features = pair.target.forward(batch, pair.cache, pair.tap_layers)
+    if hasattr(pair.target, "forward_logits"):
+        logits, features = pair.target.forward_logits(batch, pair.cache, pair.tap_layers)
+    else:
+        hidden, features = pair.target.forward(batch, pair.cache, pair.tap_layers)
+        logits = pair.target.logits(hidden)
     for index in draft.damaged if draft else ():
         states[index].finish("error", error=DAMAGED_DRAFTER)
-    logits = pair.target.logits(hidden)
     keep_scores(logits, states, batch.row_starts)
     target = target_laws(logits, states, batch.row_starts, [run[1:] for run in runs])
     return target, list(batch.row_starts), features

@@ -53,25 +53,33 @@ class DraftContext:
 
 def flush_contexts(drafter: Drafter, cache: KVCache, contexts: list[DraftContext], at_least: int = 1) -> None:
     """Project the pending rows of contexts with ``at_least`` of them into the drafter's cache, all in one pass."""
+    taken = take_pending(contexts, at_least)
+    if taken is not None:
+        drafter.extend_context(*taken, cache)
+
+
+def take_pending(contexts: list[DraftContext], at_least: int = 1) -> tuple[Tensor, ForwardBatch] | None:
+    """The pending rows of contexts with ``at_least`` of them, which now count as projected; None if there are none."""
     waiting = [context for context in contexts if context.num_pending >= at_least]
     if not waiting:
-        return
+        return None
     starts = [0]
     for context in waiting:
         starts.append(starts[-1] + context.num_pending)
     tensors = [rows for context in waiting for rows in context.pending]
     features = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
-    positions = torch.cat([torch.arange(c.length, c.length + c.num_pending) for c in waiting]).to(features.device)
+    positions = [p for c in waiting for p in range(c.length, c.length + c.num_pending)]
+    numbers = torch.tensor([[0] * len(positions), positions]).to(features.device)
     batch = ForwardBatch(
-        token_ids=torch.empty_like(positions).zero_(),
-        positions=positions,
+        token_ids=numbers[0],
+        positions=numbers[1],
         cache_rows=tuple(context.row for context in waiting),
         row_starts=tuple(starts),
     )
-    drafter.extend_context(features, batch, cache)
     for context in waiting:
         context.length += context.num_pending
         context.pending, context.num_pending = [], 0
+    return features, batch
 
 
 @dataclass

@@ -17,7 +17,7 @@ from sparkchat.models.fused import MOST_SMALL_ROWS, FusedStack, product
 from sparkchat.models.kv_cache import KVCache
 from sparkchat.models.layers import DecoderLayer, Embedding, RMSNorm, spread_rotations
 from sparkchat.models.linear import Linear, PlainLinear, make_lanes
-from sparkchat.models.native import LaneLinear, NativeStack
+from sparkchat.models.native import LaneLinear, NativeStack, run_parts
 from sparkchat.models.quant import GroupedWeight, Weight, dense
 from sparkchat.models.refined_head import RefinedHead
 from sparkchat.models.rope import RopeTable
@@ -165,11 +165,27 @@ class DenseModel:
         attention.advance()
         return hidden, None if taps is None else taps.flatten(1)
 
+    @torch.inference_mode()
+    def forward_logits(
+        self, batch: ForwardBatch, cache: KVCache, tap_layers: tuple[int, ...] = ()
+    ) -> tuple[Tensor, Tensor | None]:
+        """``forward`` and the logits [N, V] float32 of all its rows; and the taps."""
+        if self.stack.native is None or not isinstance(self.head, LaneLinear):
+            hidden, taps = self.forward(batch, cache, tap_layers)
+            return self.logits(hidden), taps
+        spans = open_spans(batch.cache_rows, batch.row_starts, cache)
+        part, hidden, taps = self.stack.native.plan(self.embedding(batch.token_ids), spans, cache, tap_layers)
+        head, logits = self.head.plan(hidden)
+        run_parts(part, head)
+        for span in spans:
+            cache.advance(span.cache_row, span.end)
+        return logits, taps
+
     def _forward_native(
         self, native: NativeStack, batch: ForwardBatch, cache: KVCache, tap_layers: tuple[int, ...]
     ) -> tuple[Tensor, Tensor | None]:
         spans = open_spans(batch.cache_rows, batch.row_starts, cache)
-        hidden, taps = native.run(self.embedding(batch.token_ids), batch.positions, spans, cache, tap_layers)
+        hidden, taps = native.run(self.embedding(batch.token_ids), spans, cache, tap_layers)
         for span in spans:
             cache.advance(span.cache_row, span.end)
         return hidden, taps

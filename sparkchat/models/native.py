@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,9 +16,12 @@ from sparkchat.kernels import cpu
 from sparkchat.models.quant import GROUP, GroupedWeight, Weight
 
 if TYPE_CHECKING:
+    from sparkchat.kernels.cpu.decoder import LayerCache, Rows
+    from sparkchat.kernels.cpu.matrix import Part
     from sparkchat.models.attention import Span
     from sparkchat.models.dense import DecoderStack
     from sparkchat.models.kv_cache import KVCache
+    from sparkchat.models.rope import RopeTable
 
 _LANES = 16
 
@@ -42,6 +46,10 @@ class LaneLinear:
 
     def __call__(self, x: Tensor, is_long: bool = False) -> Tensor:
         return self.matrix(x)
+
+    def plan(self, x: Tensor) -> tuple[Part, Tensor]:
+        """As a call with x [n, in], contiguous, n > 0, for ``run_parts``: the result is filled in then."""
+        return self.matrix.plan(x, torch.get_num_threads())
 
 
 def takes(weight: Weight, dtype: torch.dtype | None, device: torch.device) -> bool:
@@ -72,6 +80,8 @@ class NativeStack:
             layers.append(LayerWeights(*norms, qkv.matrix, o.matrix, gate_up.matrix, down.matrix))
         heads = (shape.num_heads, shape.num_kv_heads)
         self._decoder = Decoder(layers, stack.norm.weight, shape.rms_eps, heads, shape.head_dim)
+        self._known: tuple[list[Tensor], list[LayerCache]] | None = None
+        """The stores of the last cache, and its layers in them."""
 
     @staticmethod
     def fits(stack: DecoderStack) -> bool:
@@ -83,7 +93,6 @@ class NativeStack:
     def run(
         self,
         x: Tensor,
-        positions: Tensor,
         spans: Sequence[Span],
         cache: KVCache,
         taps: Sequence[int] = (),
@@ -92,20 +101,65 @@ class NativeStack:
     ) -> tuple[Tensor, Tensor | None]:
         """x [N, d] float32, consumed -> hidden [N, d] float32 after the norm, and the outputs of the layers ``taps``
         [N, len(taps) * d], -1 being x. ``is_block``: the rows of a span see all of the span."""
-        from sparkchat.kernels.cpu.decoder import LayerCache, Rows
+        part, hidden, features = self.plan(x, spans, cache, taps, is_block=is_block)
+        run_parts(part)
+        return hidden, features
 
-        end = max(span.end for span in spans)
-        self._stack.rope.prepare(end)
-        counts = torch.tensor([span.count for span in spans])
-        ends = torch.tensor([span.end for span in spans]).repeat_interleave(counts) if is_block else positions + 1
-        cache_rows = torch.tensor([span.cache_row for span in spans]).repeat_interleave(counts)
-        stores = [(cache.stores[store], index) for store, index in cache.places]
-        caches = [LayerCache(store.data[index], store.window) for store, index in stores]
+    def plan(
+        self, x: Tensor, spans: Sequence[Span], cache: KVCache, taps: Sequence[int] = (), *, is_block: bool = False
+    ) -> tuple[Part, Tensor, Tensor | None]:
+        """As ``run``, for ``run_parts``: the results are filled in then."""
+        self._stack.rope.prepare(max(span.end for span in spans))
         first = x.clone() if -1 in taps else None
-        rows = Rows(positions.contiguous(), ends, cache_rows)
-        hidden, features = self._decoder.run(x, rows, caches, self._stack.rope.numbers, taps)
+        rows, caches = span_rows(spans, is_block=is_block), self._layers_of(cache)
+        part, hidden, features = self._decoder.plan(x, rows, caches, self._stack.rope.numbers, tuple(taps))
         if features is None:
-            return hidden, None
+            return part, hidden, None
         if first is not None:
             features[:, list(taps).index(-1)] = first
-        return hidden, features.flatten(1)
+        return part, hidden, features.flatten(1)
+
+    def _layers_of(self, cache: KVCache) -> list[LayerCache]:
+        """Where each layer's keys and values lie; stores are made anew when they grow."""
+        from sparkchat.kernels.cpu.decoder import LayerCache
+
+        key = [store.data for store in cache.stores]
+        if self._known is None or any(a is not b for a, b in zip(key, self._known[0], strict=True)):
+            stores = [(cache.stores[store], index) for store, index in cache.places]
+            self._known = (key, [LayerCache(store.data[index], store.window) for store, index in stores])
+        return self._known[1]
+
+
+class NativeContext:
+    """A drafter's context, from features to the cache in one call."""
+
+    def __init__(self, fc: LaneLinear, kv: LaneLinear, norm: Tensor, k_norm: Tensor, eps: float) -> None:
+        """norm [d], k_norm [L, K, D] float32, contiguous."""
+        from sparkchat.kernels.cpu.decoder import ContextWeights
+
+        self._weights = ContextWeights(fc.matrix, kv.matrix, norm, k_norm, eps)
+
+    def plan(self, features: Tensor, spans: Sequence[Span], cache: KVCache, rope: RopeTable) -> Part:
+        """features [N, m*d] float32 of these spans into a cache without windows, for ``run_parts``."""
+        (store,) = cache.stores
+        rope.prepare(max(span.end for span in spans))
+        return self._weights.plan(features.contiguous(), span_rows(spans), store.data, rope.numbers)
+
+
+def span_rows(spans: Sequence[Span], *, is_block: bool = False) -> Rows:
+    """``is_block``: the rows of a span see all of the span."""
+    from sparkchat.kernels.cpu.decoder import Rows
+
+    positions, ends, cache_rows = [], [], []
+    for span in spans:
+        positions += range(span.start, span.end)
+        ends += [span.end] * span.count if is_block else range(span.start + 1, span.end + 1)
+        cache_rows += [span.cache_row] * span.count
+    return Rows(np.array((positions, ends, cache_rows), np.int64), max(span.end for span in spans))
+
+
+def run_parts(*parts: Part) -> None:
+    """Run them by all threads, one behind the other."""
+    from sparkchat.kernels.cpu.team import team
+
+    team(torch.get_num_threads()).run(*((part.work, part.job) for part in parts))

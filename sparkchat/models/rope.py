@@ -93,6 +93,7 @@ class RopeTable:
         frequencies, self._factor = inverse_frequencies(config, head_dim)
         self._frequencies = frequencies.to(device)
         self._table = self._rotations(0, 256)
+        self._numbers: Tensor | None = None
 
     def _rotations(self, start: int, stop: int) -> Tensor:
         positions = torch.arange(start, stop, dtype=torch.float32, device=self._frequencies.device)
@@ -104,11 +105,14 @@ class RopeTable:
         known = self._table.shape[0]
         if end > known:
             self._table = torch.cat([self._table, self._rotations(known, max(end, 2 * known))])
+            self._numbers = None
 
     @property
     def numbers(self) -> Tensor:
         """[P, head_dim] float32, cosine and sine of each pair side by side, as far as they have been computed."""
-        return torch.view_as_real(self._table).flatten(1)
+        if self._numbers is None:
+            self._numbers = torch.view_as_real(self._table).flatten(1)
+        return self._numbers
 
     def at(self, positions: Tensor) -> Tensor:
         """As ``rows``, for positions that ``prepare`` has reached."""

@@ -1,4 +1,4 @@
-"""A stack of decoder layers over one cache: builds the job that ``stack.run_stack`` does."""
+"""Stacks of decoder layers, and what a drafter sees of its target: the jobs that ``stack`` and ``context`` do."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from torch import Tensor
 from sparkchat.kernels.cpu import job as job_words
 from sparkchat.kernels.cpu import stack
 from sparkchat.kernels.cpu.attention import SCORE_ROWS
-from sparkchat.kernels.cpu.matrix import PackedMatrix
+from sparkchat.kernels.cpu.context import CONTEXT_WORDS
+from sparkchat.kernels.cpu.matrix import PackedMatrix, Part
+from sparkchat.kernels.cpu.memory import scratch
 from sparkchat.kernels.cpu.product import SCRATCH_BYTES
 from sparkchat.kernels.cpu.rows import GROUP, GROUP_ROW_BYTES
-from sparkchat.kernels.cpu.team import MOST_COUNTERS, STACK, team
+from sparkchat.kernels.cpu.team import CONTEXT, MOST_COUNTERS, STACK, team
 
 _STATIC = (
     job_words.INPUT_NORM,
@@ -53,12 +55,13 @@ class LayerCache:
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of any requests. All [N] int64 on the CPU."""
+    """Rows of any requests."""
 
-    positions: Tensor
-    ends: Tensor
-    """Positions below this are seen: position + 1, or the end of a drafter's block."""
-    cache_rows: Tensor
+    numbers: np.ndarray
+    """[3, N] int64: position, end, cache row. Positions below the end are seen: position + 1, or the end of a drafter's
+    block."""
+    end: int
+    """The largest end."""
 
 
 class Decoder:
@@ -71,73 +74,143 @@ class Decoder:
         self._layers, self._norm, self._heads, self._size = list(layers), norm, heads, head_size
         self._eps = np.array([eps], np.float32)
         self._table = np.zeros((len(self._layers), job_words.LAYER_WORDS), np.int64)
-        """What stays the same from call to call; every call fills up a copy."""
+        """What stays the same from call to call; what does not is filled into a copy."""
         for line, layer in zip(self._table, self._layers, strict=True):
             qk_norm = 0 if layer.qk_norm is None else layer.qk_norm.data_ptr()
             matrices = (layer.qkv.record, layer.o.record, layer.gate_up.record, layer.down.record)
             line[list(_STATIC)] = (layer.input_norm.data_ptr(), layer.post_norm.data_ptr(), qk_norm, *matrices)
-        self._hidden = norm.shape[0]
-        self._inner = layers[0].down.inputs
-        assert len(self._layers) * stack.PHASES_A_LAYER <= MOST_COUNTERS
+        self._hidden, self._inner = norm.shape[0], layers[0].down.inputs
+        self._longest = max(self._hidden, self._inner, heads[0] * head_size)
+        self._filled: tuple[Sequence[LayerCache] | None, tuple[int, ...], np.ndarray] = (None, (), self._table)
+        """What the last table was filled in for, and that table."""
+        assert len(self._layers) * stack.PHASES_A_LAYER <= MOST_COUNTERS // 2
 
     def run(
-        self, x: Tensor, rows: Rows, caches: Sequence[LayerCache], rope: Tensor, taps: Sequence[int] = ()
+        self, x: Tensor, rows: Rows, caches: Sequence[LayerCache], rope: Tensor, taps: tuple[int, ...] = ()
     ) -> tuple[Tensor, Tensor | None]:
         """x [N, d] float32, consumed -> hidden [N, d] float32 after the norm, and the outputs of the layers ``taps``
         [N, len(taps), d] float32.
 
-        rope [P, D] float32, cosine and sine of each pair side by side, holds every position.
+        rope [P, D] float32, cosine and sine of each pair side by side, holds every position. ``caches`` is not changed
+        once it was given.
         """
+        part, hidden, features = self.plan(x, rows, caches, rope, taps)
+        team(torch.get_num_threads()).run((part.work, part.job))
+        return hidden, features
+
+    def plan(
+        self, x: Tensor, rows: Rows, caches: Sequence[LayerCache], rope: Tensor, taps: tuple[int, ...] = ()
+    ) -> tuple[Part, Tensor, Tensor | None]:
+        """As ``run``, to be run by the team as a part of something larger: the results are filled in then."""
         count, threads = x.shape[0], torch.get_num_threads()
         assert x.is_contiguous() and rope.is_contiguous() and x.dtype == rope.dtype == torch.float32
-        assert all(cache.data.dtype in (torch.bfloat16, torch.float32) for cache in caches)
-        assert all(t.is_contiguous() for t in (rows.positions, rows.ends, rows.cache_rows))
         heads, key_heads = self._heads
         features = torch.empty((count, len(taps), self._hidden)) if taps else None
-        out = torch.empty_like(x)
-        qkv = torch.empty((count, self._layers[0].qkv.width))
-        mixed = torch.empty((count, heads * self._size))
-        act = torch.empty((count, self._inner))
-        longest = max(self._hidden, self._inner, heads * self._size)
-        context = 4 * (-(-int(rows.ends.max()) // 16) * 16)
-        scratch_bytes = (
-            SCRATCH_BYTES + SCORE_ROWS * context + count * (4 * self._hidden + -(-longest // GROUP) * GROUP_ROW_BYTES)
+        out = torch.empty((count, self._hidden))
+        qkv_bytes, mixed_bytes = 4 * self._layers[0].qkv.width, 4 * heads * self._size
+        context = 4 * (-(-rows.end // 16) * 16)
+        packed_bytes = -(-self._longest // GROUP) * GROUP_ROW_BYTES
+        own_bytes = SCRATCH_BYTES + SCORE_ROWS * context + count * (4 * self._hidden + packed_bytes)
+        own_bytes += -own_bytes % 64
+        shared_bytes = count * (qkv_bytes + mixed_bytes + 4 * self._inner)
+        room = scratch(threads * own_bytes + shared_bytes)
+        own = room.ctypes.data
+        qkv = own + threads * own_bytes
+        table, numbers = self._table_for(caches, taps), rows.numbers.ctypes.data
+        job = np.array(
+            (
+                count,
+                self._hidden,
+                heads,
+                key_heads,
+                self._size,
+                self._inner,
+                len(self._layers),
+                table.ctypes.data,
+                x.data_ptr(),
+                numbers,
+                numbers + 8 * count,
+                numbers + 16 * count,
+                rope.data_ptr(),
+                0 if features is None else features.data_ptr(),
+                len(taps),
+                out.data_ptr(),
+                self._norm.data_ptr(),
+                self._eps.ctypes.data,
+                caches[0].data.dtype == torch.bfloat16,
+                qkv,
+                qkv_bytes,
+                qkv + count * qkv_bytes,
+                qkv + count * (qkv_bytes + mixed_bytes),
+                own,
+                own_bytes,
+                context,
+            ),
+            np.int64,
         )
-        scratch_bytes += -scratch_bytes % 64
-        scratch = torch.empty((threads, scratch_bytes), dtype=torch.uint8)
-        table = self._table.copy()
-        _place(table, caches, taps)
-        job = np.zeros(job_words.CONTEXT_BYTES + 1, np.int64)
-        job[:] = (
-            count,
-            self._hidden,
-            heads,
-            key_heads,
-            self._size,
-            self._inner,
-            len(self._layers),
-            table.ctypes.data,
-            x.data_ptr(),
-            rows.positions.data_ptr(),
-            rows.ends.data_ptr(),
-            rows.cache_rows.data_ptr(),
-            rope.data_ptr(),
-            0 if features is None else features.data_ptr(),
-            len(taps),
-            out.data_ptr(),
-            self._norm.data_ptr(),
-            self._eps.ctypes.data,
-            caches[0].data.dtype == torch.bfloat16,
-            qkv.data_ptr(),
-            4 * qkv.shape[1],
-            mixed.data_ptr(),
-            act.data_ptr(),
-            scratch.data_ptr(),
-            scratch_bytes,
-            context,
+        return Part(STACK, job, (x, rows, caches, rope, room, table)), out, features
+
+    def _table_for(self, caches: Sequence[LayerCache], taps: tuple[int, ...]) -> np.ndarray:
+        """The layers' lines with where the cache lies now, which may have grown."""
+        if caches is not self._filled[0] or taps != self._filled[1]:
+            table = self._table.copy()
+            _place(table, caches, taps)
+            self._filled = (caches, taps, table)
+        return self._filled[2]
+
+
+class ContextWeights:
+    """What turns features into a drafter's keys and values; see ``context``."""
+
+    def __init__(self, fc: PackedMatrix, kv: PackedMatrix, norm: Tensor, k_norm: Tensor, eps: float) -> None:
+        """norm [d] and k_norm [L, K, D] float32, contiguous."""
+        self._fc, self._kv, self._norm, self._k_norm = fc, kv, norm, k_norm
+        self._eps = np.array([eps], np.float32)
+        self._longest = max(fc.inputs, kv.inputs)
+
+    def plan(self, features: Tensor, rows: Rows, store: Tensor, rope: Tensor) -> Part:
+        """features [N, fc inputs] float32 into store [L, cache rows, 2K, slots, D] bf16 or float32."""
+        count, threads = features.shape[0], torch.get_num_threads()
+        assert features.is_contiguous() and rope.is_contiguous() and features.dtype == rope.dtype == torch.float32
+        layers, key_heads, size = self._k_norm.shape
+        width = store.element_size()
+        normed_bytes, kv_bytes = 4 * count * self._kv.inputs, 4 * count * self._kv.width
+        packed_bytes = count * (self._longest // GROUP) * GROUP_ROW_BYTES
+        room = scratch(normed_bytes + kv_bytes + packed_bytes + threads * SCRATCH_BYTES)
+        normed, numbers = room.ctypes.data, rows.numbers.ctypes.data
+        job = np.array(
+            (
+                count,
+                self._fc.inputs,
+                features.data_ptr(),
+                self._fc.record,
+                self._kv.inputs,
+                normed,
+                self._norm.data_ptr(),
+                self._eps.ctypes.data,
+                self._kv.record,
+                normed + normed_bytes,
+                self._k_norm.data_ptr(),
+                layers,
+                key_heads,
+                size,
+                numbers,
+                numbers + 16 * count,
+                rope.data_ptr(),
+                store.data_ptr(),
+                store.stride(0) * width,
+                store.stride(1) * width,
+                store.stride(2) * width,
+                store.shape[3],
+                store.dtype == torch.bfloat16,
+                normed + normed_bytes + kv_bytes,
+                normed + normed_bytes + kv_bytes + packed_bytes,
+                SCRATCH_BYTES,
+            ),
+            np.int64,
         )
-        team(threads).run(STACK, job)
-        return out, features
+        assert len(job) == CONTEXT_WORDS
+        return Part(CONTEXT, job, (features, rows, store, rope, room))
 
 
 def _place(table: np.ndarray, caches: Sequence[LayerCache], taps: Sequence[int]) -> None:

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from sparkchat.kernels.cpu.emit import LANES
+from sparkchat.kernels.cpu.memory import scratch
 from sparkchat.kernels.cpu.product import RECORD_WORDS, SCRATCH_BYTES
 from sparkchat.kernels.cpu.rows import GROUP, GROUP_ROW_BYTES
 from sparkchat.kernels.cpu.team import PRODUCT, team
 from sparkchat.kernels.cpu.tiles import BF16, GROUP_BYTES, Q4, Q8, tile_addresses
+
+
+class Part(NamedTuple):
+    """A part of a job of the team's."""
+
+    work: int
+    job: np.ndarray
+    held: Any
+    """What must live until it is done."""
 
 
 class PackedMatrix:
@@ -34,11 +46,12 @@ class PackedMatrix:
             0 if self._bias is None else self._bias.data_ptr(),
             *tile_addresses(kind),
         )
+        self._address = self._record.ctypes.data
 
     @property
     def record(self) -> int:
         """Address of what the kernels know a matrix by; it lives as long as the matrix."""
-        return self._record.ctypes.data
+        return self._address
 
     @property
     def num_bytes(self) -> int:
@@ -47,13 +60,21 @@ class PackedMatrix:
     def __call__(self, x: Tensor) -> Tensor:
         """x [n, inputs] float32 -> [n, outputs] float32, a view where outputs were filled up."""
         x = x.contiguous()
-        count, threads = x.shape[0], self._threads()
+        if x.shape[0] == 0:
+            return torch.empty((0, self.outputs), dtype=torch.float32)
+        threads = self._threads()
+        part, out = self.plan(x, threads)
+        team(threads).run((part.work, part.job))
+        return out
+
+    def plan(self, x: Tensor, threads: int) -> tuple[Part, Tensor]:
+        """As a call with x [n, inputs], contiguous, n > 0, to be run by so many threads as a part of something larger:
+        the result is filled in then."""
+        count, groups = x.shape[0], self.inputs // GROUP
         out = torch.empty((count, self.width), dtype=torch.float32)
-        if count == 0:
-            return out[:, : self.outputs]
-        scratch = torch.empty((threads, SCRATCH_BYTES), dtype=torch.uint8)
-        groups = self.inputs // GROUP
-        packed = torch.empty((count, groups * GROUP_ROW_BYTES), dtype=torch.uint8) if self.kind != BF16 else None
+        packed_bytes = count * groups * GROUP_ROW_BYTES if self.kind != BF16 else 0
+        room = scratch(threads * SCRATCH_BYTES + packed_bytes)
+        own = room.ctypes.data
         job = np.array(
             (
                 self.record,
@@ -63,14 +84,13 @@ class PackedMatrix:
                 groups,
                 out.data_ptr(),
                 4 * self.width,
-                0 if packed is None else packed.data_ptr(),
-                scratch.data_ptr(),
+                own + threads * SCRATCH_BYTES if packed_bytes else 0,
+                own,
                 SCRATCH_BYTES,
             ),
             np.int64,
         )
-        team(threads).run(PRODUCT, job)
-        return out[:, : self.outputs]
+        return Part(PRODUCT, job, (self, x, room)), out[:, : self.outputs]
 
     def _threads(self) -> int:
         return max(1, min(torch.get_num_threads(), self._data.shape[0] // 4))

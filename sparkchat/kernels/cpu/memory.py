@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,22 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 _I64 = ir.IntType(64)
+_own = threading.local()
+
+
+def scratch(num_bytes: int) -> np.ndarray:
+    """At least ``num_bytes`` uint8 of this thread's own, for one job: the next one writes over them."""
+    room = getattr(_own, "room", None)
+    if room is None or room.nbytes < num_bytes:
+        room = _own.room = aligned((num_bytes + num_bytes // 4) // 8).view(np.uint8)
+    return room
+
+
+def aligned(count: int) -> np.ndarray:
+    """[count] int64 zeros at the beginning of a cache line."""
+    spare = np.zeros(count + 8, np.int64)
+    first = (-spare.ctypes.data // 8) % 8
+    return spare[first : first + count]
 
 
 @intrinsic

@@ -100,6 +100,25 @@ def _multiply(job, matrix, x, inputs, packed, epilogue, out, out_stride, counter
 
 
 @njit(nogil=True)
+def rotate(at, turn, size):
+    """Turn a head's pairs by the cosines and sines at ``turn``."""
+    head, turns = floats(at, size), floats(turn, size)
+    for i in range(0, size, 2):
+        a, b, c, s = head[i], head[i + 1], turns[i], turns[i + 1]
+        head[i] = a * c - b * s
+        head[i + 1] = a * s + b * c
+
+
+@njit(nogil=True)
+def keep(at, store, slot, size, is_bf16):
+    """Put a head into its slot of a store [slots, size]."""
+    if is_bf16:
+        rows.copy_bf16(at, size // 16, store + slot * size * 2)
+    else:
+        rows.copy_f32(at, size // 16, store + slot * size * 4)
+
+
+@njit(nogil=True)
 def _rotate_rows(job, layer, counter):
     """Queries and keys normed and turned; keys and values put into the cache."""
     heads, key_heads, size, count = job[HEADS], job[KEY_HEADS], job[HEAD_SIZE], job[COUNT]
@@ -110,7 +129,7 @@ def _rotate_rows(job, layer, counter):
     while item < count * total:
         n = item // total
         position = positions[n]
-        turn = floats(job[ROPE] + position * size * 4, size)
+        turn = job[ROPE] + position * size * 4
         store = layer[STORE_BASE] + cache_rows[n] * layer[ROW_STRIDE]
         slot = position % layer[SLOTS]
         for h in range(total):
@@ -118,17 +137,9 @@ def _rotate_rows(job, layer, counter):
             if h < heads + key_heads:
                 if layer[QK_NORM]:
                     rows.norm(at, layer[QK_NORM] + h * size * 4, eps, size // 16, at)
-                head = floats(at, size)
-                for i in range(0, size, 2):
-                    a, b, c, s = head[i], head[i + 1], turn[i], turn[i + 1]
-                    head[i] = a * c - b * s
-                    head[i + 1] = a * s + b * c
+                rotate(at, turn, size)
             if h >= heads:
-                place = store + (h - heads) * layer[HEAD_STRIDE]
-                if job[KEYS_BF16]:
-                    rows.copy_bf16(at, size // 16, place + slot * size * 2)
-                else:
-                    rows.copy_f32(at, size // 16, place + slot * size * 4)
+                keep(at, store + (h - heads) * layer[HEAD_STRIDE], slot, size, job[KEYS_BF16])
         item = fetch_add(counter, total)
 
 
@@ -142,15 +153,14 @@ def _tap(job, tap, thread, threads):
 
 
 @njit(nogil=True)
-def run_stack(job_address, place, thread, threads):
-    """All layers and the last norm, of thread ``thread``."""
+def run_stack(job_address, place, counter, thread, threads):
+    """All layers and the last norm, of thread ``thread``; from ``counter`` on PHASES_A_LAYER of them a layer."""
     job = words(job_address, CONTEXT_BYTES + 1)
     count, hidden, wide = job[COUNT], job[HIDDEN], 4 * job[HIDDEN]
     own = job[SCRATCH] + thread * job[SCRATCH_STRIDE]
     scores = own + SCRATCH_BYTES
     normed = scores + SCORE_ROWS * job[CONTEXT_BYTES]
     packed = normed + count * wide
-    counter = place + 8 * COUNTERS
     heads_size = job[HEADS] * job[HEAD_SIZE]
     for index in range(job[LAYERS]):
         layer = words(job[TABLE] + index * LAYER_WORDS * 8, LAYER_WORDS)

@@ -13,8 +13,11 @@ import threading
 import numpy as np
 from numba import njit
 
+from sparkchat.kernels.cpu.context import CONTEXT_COUNTERS, run_context
+from sparkchat.kernels.cpu.job import LAYERS
 from sparkchat.kernels.cpu.memory import (
     acquire,
+    aligned,
     exchange,
     fetch_add,
     make_lock,
@@ -25,15 +28,15 @@ from sparkchat.kernels.cpu.memory import (
 )
 from sparkchat.kernels.cpu.product import STORE, multiply
 from sparkchat.kernels.cpu.rows import GROUP_ROW_BYTES, pack
-from sparkchat.kernels.cpu.stack import COUNTERS, meet, run_stack
+from sparkchat.kernels.cpu.stack import COUNTERS, PHASES_A_LAYER, meet, run_stack
 
-PRODUCT, STACK = 0, 1
-"""What a job asks for."""
+PRODUCT, STACK, CONTEXT = 0, 1, 2
+"""What a part of a job asks for."""
 (MATRIX, IN, IN_STRIDE, IN_COUNT, GROUPS, TO, TO_STRIDE, PACKED, PRODUCT_SCRATCH,
  PRODUCT_SCRATCH_STRIDE) = range(10)  # fmt: skip
 """Words of a product's job."""
 MOST_COUNTERS = 4096
-SEQUENCE, DONE, WORK, ADDRESS, SLEEPERS = 0, 8, 16, 17, 24
+SEQUENCE, DONE, PARTS, ADDRESS, SLEEPERS = 0, 8, 16, 17, 24
 """Words of the board on which jobs are written; those that threads wait for lie in lines of their own."""
 _LINE = 8
 _LOCK = 1
@@ -44,7 +47,7 @@ _LOOKS_AT_ONCE = 1000
 
 
 @njit(nogil=True)
-def _run_product(job_address, place, thread, threads):
+def _run_product(job_address, place, counter, thread, threads):
     job = words(job_address, 10)
     own = job[PRODUCT_SCRATCH] + thread * job[PRODUCT_SCRATCH_STRIDE]
     x, stride = job[IN], job[IN_STRIDE]
@@ -53,7 +56,6 @@ def _run_product(job_address, place, thread, threads):
             pack(x + n * stride, job[GROUPS], job[PACKED] + n * job[GROUPS] * GROUP_ROW_BYTES)
         meet(place, threads)
         x, stride = job[PACKED], job[GROUPS] * GROUP_ROW_BYTES
-    counter = place + 8 * COUNTERS
     multiply(job[MATRIX], x, stride, job[IN_COUNT], STORE, job[TO], job[TO_STRIDE], counter, threads, own)
 
 
@@ -75,12 +77,31 @@ def _wait_for_job(board, thread, seen):
 
 
 @njit(nogil=True)
-def _publish(board, place, threads, work, job):
+def _run_parts(parts, address, place, thread, threads):
+    """The parts of a job, [parts, 2] int64 words of what and where, one behind the other; each has its own counters."""
+    counter = place + 8 * COUNTERS
+    for i in range(parts):
+        if i:
+            meet(place, threads)
+        part = words(address + 16 * i, 2)
+        if part[0] == STACK:
+            run_stack(part[1], place, counter, thread, threads)
+            counter += 8 * PHASES_A_LAYER * words(part[1], LAYERS + 1)[LAYERS]
+        elif part[0] == CONTEXT:
+            run_context(part[1], place, counter, thread, threads)
+            counter += 8 * CONTEXT_COUNTERS
+        else:
+            _run_product(part[1], place, counter, thread, threads)
+            counter += 8
+
+
+@njit(nogil=True)
+def _publish(board, place, threads, parts, address):
     """Write a job on the board and wake those who sleep. All threads have left the job before."""
     counters = words(place + 8 * COUNTERS, MOST_COUNTERS)
     counters[:] = 0
-    exchange(board + 8 * WORK, work)
-    exchange(board + 8 * ADDRESS, job)
+    exchange(board + 8 * PARTS, parts)
+    exchange(board + 8 * ADDRESS, address)
     exchange(board + 8 * DONE, 0)
     fetch_add(board + 8 * SEQUENCE, 1)
     for thread in range(1, threads):
@@ -90,7 +111,7 @@ def _publish(board, place, threads, work, job):
 
 
 @njit("void(int64, int64, int64, int64, int64, int64)", nogil=True, cache=True)
-def _take_part(board, place, thread, threads, work, job):
+def _take_part(board, place, thread, threads, parts, address):
     """Thread 0 gives the team a job and returns when all have done their part; the others do what is given, for ever.
 
     One function for all roles: it holds all the code there is, and every copy would have to be compiled. And one call:
@@ -98,15 +119,12 @@ def _take_part(board, place, thread, threads, work, job):
     """
     seen = 0
     if thread == 0:
-        _publish(board, place, threads, work, job)
+        _publish(board, place, threads, parts, address)
     while True:
         if thread != 0:
             _wait_for_job(board, thread, seen)
             seen += 1
-        if peek(board + 8 * WORK) == STACK:
-            run_stack(peek(board + 8 * ADDRESS), place, thread, threads)
-        else:
-            _run_product(peek(board + 8 * ADDRESS), place, thread, threads)
+        _run_parts(peek(board + 8 * PARTS), peek(board + 8 * ADDRESS), place, thread, threads)
         if thread != 0:
             fetch_add(board + 8 * DONE, 1)
             continue
@@ -124,21 +142,23 @@ class Team:
     def __init__(self, size: int) -> None:
         self.size = size
         self._lock = threading.Lock()
-        self._board = _aligned(SLEEPERS + _LINE * size)
-        self._place = _aligned(COUNTERS + MOST_COUNTERS)
+        self._board = aligned(SLEEPERS + _LINE * size)
+        self._place = aligned(COUNTERS + MOST_COUNTERS)
+        self._places = (self._board.ctypes.data, self._place.ctypes.data)
         for thread in range(1, size):
             self._board[SLEEPERS + _LINE * thread + _LOCK] = make_lock()
             threading.Thread(
                 target=self._take_part, args=(thread,), name=f"sparkchat-cpu-{thread}", daemon=True
             ).start()
 
-    def run(self, work: int, job: np.ndarray) -> None:
-        """Do the job [words] int64 together; returns when it is done."""
+    def run(self, *parts: tuple[int, np.ndarray]) -> None:
+        """Do these parts [words] int64 together, one behind the other; returns when all are done."""
+        lines = np.array([(work, job.ctypes.data) for work, job in parts], np.int64)
         with self._lock:
-            self._take_part(0, work, job.ctypes.data)
+            self._take_part(0, len(parts), lines.ctypes.data)
 
-    def _take_part(self, thread: int, work: int = 0, job: int = 0) -> None:
-        _take_part(self._board.ctypes.data, self._place.ctypes.data, thread, self.size, work, job)
+    def _take_part(self, thread: int, parts: int = 0, address: int = 0) -> None:
+        _take_part(self._places[0], self._places[1], thread, self.size, parts, address)
 
 
 @functools.cache
@@ -149,10 +169,3 @@ def _team(size: int, process: int) -> Team:
 def team(size: int) -> Team:
     """The threads of this process; another process that was forked from it has its own."""
     return _team(size, os.getpid())
-
-
-def _aligned(count: int) -> np.ndarray:
-    """[count] int64 zeros at the beginning of a cache line."""
-    spare = np.zeros(count + 8, np.int64)
-    first = (-spare.ctypes.data // 8) % 8
-    return spare[first : first + count]

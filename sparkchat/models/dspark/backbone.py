@@ -5,6 +5,8 @@ Shapes: N rows, d hidden size, m tapped layers, L draft layers, K key heads, D h
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
@@ -17,9 +19,13 @@ from sparkchat.models.fused import FusedStack, product
 from sparkchat.models.kv_cache import KVCache
 from sparkchat.models.layers import Embedding, RMSNorm, rotate_
 from sparkchat.models.linear import PlainLinear, make_lanes
+from sparkchat.models.native import LaneLinear, NativeContext, run_parts
 from sparkchat.models.quant import Weight, dense, stack_rows
 from sparkchat.models.rows import RowAttention, RowBatch
 from sparkchat.models.weights import TensorSource, rotary_pairs
+
+if TYPE_CHECKING:
+    from sparkchat.kernels.cpu.matrix import Part
 
 
 class ContextProjection:
@@ -44,6 +50,12 @@ class ContextProjection:
         self._kv = make_lanes(stack_rows(parts), None, device=device, dtype=dtype)
         norms = torch.stack([dense(source.take(f"{name}k_norm.weight", shape.head_dim))[paired] for name in names])
         self._k_norm = RMSNorm(norms.unsqueeze(1), shape.rms_eps, device)
+        self.native: NativeContext | None = None
+        """Does all of it, cache and all, where it is not None."""
+        fc, kv = self._fc, self._kv
+        if isinstance(fc, LaneLinear) and isinstance(kv, LaneLinear) and shape.head_dim % 16 == 0:
+            keys = self._k_norm.weight.expand(-1, shape.num_kv_heads, -1).contiguous()
+            self.native = NativeContext(fc, kv, self._norm.weight, keys, shape.rms_eps)
 
     def __call__(self, features: Tensor, rotations: Tensor) -> Tensor:
         """features [N, m*d], rotations [N, D/2] -> keys and values [N, L, 2K, D] float32."""
@@ -98,19 +110,44 @@ class Backbone:
 
     def extend_context(self, features: Tensor, batch: ForwardBatch, cache: KVCache) -> None:
         """Store the keys and values of context rows at their positions."""
+        part = self.plan_context(features, batch, cache)
+        if part is not None:
+            run_parts(part)
+            return
         spans = open_spans(batch.cache_rows, batch.row_starts, cache)
         rotations = self._stack.rope.rows(batch.positions, max(s.end for s in spans))
         store_context(cache, spans, batch.positions, self._context(features, rotations))
 
+    def plan_context(self, features: Tensor, batch: ForwardBatch, cache: KVCache) -> Part | None:
+        """``extend_context`` as a part of something larger, the rows counted as cached; None where that is not done."""
+        native = self._context.native
+        if native is None:
+            return None
+        spans = open_spans(batch.cache_rows, batch.row_starts, cache)
+        part = native.plan(features, spans, cache, self._stack.rope)
+        for span in spans:
+            cache.advance(span.cache_row, span.end)
+        return part
+
+    def plan_blocks(self, batch: ForwardBatch, cache: KVCache) -> tuple[Part, Tensor] | None:
+        """``run_blocks`` as a part of something larger, which fills hidden; None where that is not done."""
+        native = self._stack.native
+        if native is None:
+            return None
+        spans = open_spans(batch.cache_rows, batch.row_starts, cache)
+        part, hidden, _ = native.plan(self._embedding(batch.token_ids), spans, cache, is_block=True)
+        for span in spans:
+            cache.mark_written(span.cache_row, span.end)
+        return part, hidden
+
     def run_blocks(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
         """Blocks [anchor, mask...] -> hidden [N, d] float32. The block's keys and values are not kept."""
+        planned = self.plan_blocks(batch, cache)
+        if planned is not None:
+            run_parts(planned[0])
+            return planned[1]
         spans = open_spans(batch.cache_rows, batch.row_starts, cache)
         x = self._embedding(batch.token_ids)
-        if self._stack.native is not None:
-            hidden, _ = self._stack.native.run(x, batch.positions, spans, cache, is_block=True)
-            for span in spans:
-                cache.mark_written(span.cache_row, span.end)
-            return hidden
         attention = SpanAttention(cache, spans, batch.positions, self._stack.shape.group_size, is_block=True)
         hidden = self._stack.run(x, batch.positions, spans, attention, False)
         attention.discard()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -25,8 +26,12 @@ from sparkchat.models.dummy import DummySource
 from sparkchat.models.kv_cache import KVCache
 from sparkchat.models.layers import Embedding
 from sparkchat.models.linear import Linear, make_lanes
+from sparkchat.models.native import LaneLinear, run_parts
 from sparkchat.models.rows import RowBatch
 from sparkchat.models.weights import FolderSource
+
+if TYPE_CHECKING:
+    from sparkchat.kernels.cpu.matrix import Part
 
 DraftSource = FolderSource | DummySource
 MAX_SPAN = 1 << 20
@@ -136,6 +141,37 @@ class Drafter:
         The cache stays as long as it was: a block's own keys and values are not kept.
         """
         return self._backbone.run_blocks(batch, cache)
+
+    @torch.inference_mode()
+    def draft_block(
+        self, pending: tuple[Tensor, ForwardBatch] | None, batch: ForwardBatch, cache: KVCache
+    ) -> tuple[Tensor, Tensor]:
+        """``extend_context`` by the pending features, ``backbone`` and ``base_logits`` -> hidden [N, d], base [N, Vd].
+
+        On a processor whose kernels take all three this is one call of all threads.
+        """
+        parts: list[Part] = []
+        # What grows later would leave the first part writing to where the rows were.
+        before = {} if pending is None else dict(zip(pending[1].cache_rows, pending[1].counts, strict=True))
+        for row, count in zip(batch.cache_rows, batch.counts, strict=True):
+            cache.reserve(row, before.get(row, 0) + count)
+        if pending is not None:
+            part = self._backbone.plan_context(*pending, cache)
+            if part is None:
+                self.extend_context(*pending, cache)
+            else:
+                parts.append(part)
+        planned, head = self._backbone.plan_blocks(batch, cache), self._base_head
+        if planned is None or not isinstance(head, LaneLinear):
+            if parts:
+                run_parts(*parts)
+            hidden = self.backbone(batch, cache) if planned is None else planned[1]
+            if planned is not None:
+                run_parts(planned[0])
+            return hidden, self.base_logits(hidden)
+        last, base = head.plan(planned[1])
+        run_parts(*parts, planned[0], last)
+        return planned[1], base
 
     @torch.inference_mode()
     def store_rows(self, features: Tensor, rows: RowBatch, cache: KVCache) -> None:
