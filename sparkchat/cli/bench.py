@@ -71,16 +71,18 @@ def bench(
     tokens: Annotated[int, typer.Option("--tokens", metavar="N", help="Tokens of each answer.")] = 128,
     out: Annotated[
         Path | None,
-        typer.Option("--out", metavar="DIR", help="Write bench.json, bench.svg and bench.png.", show_default=False),
+        typer.Option(
+            "--out", metavar="DIR", help="Write bench.json, bench.svg and bench.png there.", show_default=False
+        ),
     ] = None,
     json_: a.AsJson = False,
 ) -> int:
     """Time plain decoding, MTP where the checkpoint has it, and every verify mode, over a list of concurrencies."""
     if prompts < 1 or tokens < 2:
         raise UsageError("--prompts must be 1 or more, and --tokens 2 or more")
-    if out is not None and not out.is_dir():
-        raise UsageError(f"--out {out} is no folder; make it, or give one that is there")
     config = prepare(ctx)
+    if out is not None:
+        _make(out)
     counts = _counts(requests, config)
     names = None if arms is None else [name.strip() for name in arms.split(",")]
     context = config.spec.context
@@ -201,6 +203,16 @@ def _tell(report: dict[str, Any], differing: dict[str, Equality], json_: bool) -
         note(f"{ties} greedy answers part from plain decoding where two tokens are equally likely to rounding")
     if report["simulated"]:
         note("drafts pass by chance, so that there is no answer to compare: the speed-ups are of the steps alone")
+
+
+def _make(folder: Path) -> None:
+    """Now rather than after minutes of timing."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(
+            f"--out {folder} is no folder, and none can be made ({error.strerror}); give another"
+        ) from None
 
 
 def _write(report: dict[str, Any], folder: Path) -> None:

@@ -47,7 +47,7 @@ def test_every_arm_is_timed_at_every_concurrency(mix_folders: dict[str, Path], t
         (("--concurrency", "1,x"), "--concurrency '1,x'"),
         (("--concurrency", "0"), "--concurrency '0'"),
         (("--tokens", "1"), "--tokens"),
-        (("--out", "/nowhere"), "no folder"),
+        (("--out", "/dev/null/x"), "no folder"),
     ],
 )
 def test_what_cannot_be_timed_is_refused(args: tuple[str, ...], word: str, mix_folders: dict[str, Path]) -> None:
