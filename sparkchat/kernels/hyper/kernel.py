@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 MULTIPROCESSORS = 132
 """Of an H200: where kernels are compiled without a card."""
+_MOST_ROWS_EACH = 4
+"""Of a program whose rows come one after the other; of more, two launches were faster (64 rows on an H200)."""
 _ROWS_APART = 8
 """Rows of a program where the halves are launches: the weights are read again for every so many."""
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -205,16 +207,27 @@ def _scale_columns(c, eps, STREAMS: tl.constexpr, FAST: tl.constexpr):
 
 
 @triton.jit
+def _rate(totals, index, rms_eps, SIZE: tl.constexpr, STREAMS: tl.constexpr, READ: tl.constexpr):
+    """What products with a row's streams are multiplied by, from the squares among its sums."""
+    squares = tl.zeros((READ,), tl.float32)
+    for stream in tl.static_range(STREAMS):
+        squares = tl.where(index == STREAMS + stream * (2 * STREAMS + 1 - stream) // 2, totals, squares)
+    return tl.rsqrt(tl.sum(squares, axis=0) / (STREAMS * SIZE) + rms_eps)
+
+
+@triton.jit
 def _finish_mix(
-    sums_ptr, base_ptr, scale_ptr, mix_ptr, rate, turn, eps,
-    STREAMS: tl.constexpr, PROGRAMS: tl.constexpr, READ: tl.constexpr, MIX: tl.constexpr, ITERATIONS: tl.constexpr,
-    MEETING: tl.constexpr, FAST: tl.constexpr,
+    sums_ptr, base_ptr, scale_ptr, mix_ptr, turn, rms_eps, eps,
+    SIZE: tl.constexpr, STREAMS: tl.constexpr, PROGRAMS: tl.constexpr, READ: tl.constexpr, MIX: tl.constexpr,
+    ITERATIONS: tl.constexpr, MEETING: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     USED: tl.constexpr = STREAMS + STREAMS * STREAMS
     index = tl.arange(0, MIX)
     inside = index < USED
     scale = tl.load(scale_ptr + STREAMS + index, mask=inside, other=0.0)
     base = tl.load(base_ptr + STREAMS + index, mask=inside, other=0.0)
+    totals = _gather(sums_ptr, turn, PROGRAMS, READ, STREAMS + STREAMS * (STREAMS + 1) // 2, MEETING)
+    rate = _rate(totals, tl.arange(0, READ), rms_eps, SIZE, STREAMS, READ)
     numbers = _gather(sums_ptr + PROGRAMS * READ, turn, PROGRAMS, MIX, USED, MEETING) * rate * scale + base
     tl.store(mix_ptr + index, 2.0 * _sigmoid(numbers), mask=index < STREAMS)
     c = ()
@@ -231,7 +244,7 @@ def _finish_columns(
     SIZE: tl.constexpr, STREAMS: tl.constexpr, COLUMNS: tl.constexpr, PROGRAMS: tl.constexpr, READ: tl.constexpr,
     HAS_OUT: tl.constexpr, HAS_TAKEN: tl.constexpr, MEETING: tl.constexpr,
 ):  # fmt: skip
-    """What is read of a row in a program's columns, normed; returns what the sums are multiplied by."""
+    """What is read of a row in a program's columns, normed."""
     PAIRS: tl.constexpr = STREAMS * (STREAMS + 1) // 2
     index = tl.arange(0, READ)
     scale = tl.load(scale_ptr + index, mask=index < STREAMS, other=0.0)
@@ -243,10 +256,7 @@ def _finish_columns(
     if HAS_OUT:
         factors = tl.load(norm_ptr + column)
     totals = _gather(sums_ptr, turn, PROGRAMS, READ, STREAMS + PAIRS, MEETING)
-    squares = tl.zeros((READ,), tl.float32)
-    for stream in tl.static_range(STREAMS):
-        squares = tl.where(index == STREAMS + stream * (2 * STREAMS + 1 - stream) // 2, totals, squares)
-    rate = tl.rsqrt(tl.sum(squares, axis=0) / (STREAMS * SIZE) + rms_eps)
+    rate = _rate(totals, index, rms_eps, SIZE, STREAMS, READ)
     reads = _sigmoid(totals * rate * scale + base) + eps
     read = ()
     for stream in tl.static_range(STREAMS):
@@ -268,14 +278,13 @@ def _finish_columns(
         squared = tl.sum(tl.where(index >= STREAMS, shares * totals, 0.0), axis=0)
         out = x.to(tl.float32) * tl.rsqrt(tl.maximum(squared, 0.0) / SIZE + norm_eps) * factors
         tl.store(out_ptr + row * SIZE + column, out.to(out_ptr.dtype.element_ty))
-    return rate
 
 
 @triton.jit
 def _turn(arrived_ptr, PROGRAMS: tl.constexpr):
     """The number of a row's round, never 0: programs are counted when they need it no more, so it is the same for all
-    until the round is over. The count only grows, and wraps."""
-    return (tl.load(arrived_ptr, volatile=True) & (-PROGRAMS)) + 1
+    until the round is over. A round counts twice as many as there are programs; the count only grows, and wraps."""
+    return (tl.load(arrived_ptr, volatile=True) & (-2 * PROGRAMS)) + 1
 
 
 @triton.jit(do_not_specialize=["num_rows", "rows_each"])
@@ -286,51 +295,55 @@ def _connect_streams(
     SIZE: tl.constexpr, STREAMS: tl.constexpr, COLUMNS: tl.constexpr, PROGRAMS: tl.constexpr, COUNT: tl.constexpr,
     NUMBERS: tl.constexpr, READ: tl.constexpr, MIX: tl.constexpr, ITERATIONS: tl.constexpr, PARTS: tl.constexpr,
     PLACED: tl.constexpr, HAS_TAP: tl.constexpr, HAS_OUT: tl.constexpr, HAS_TAKEN: tl.constexpr, HAS_MIX: tl.constexpr,
-    FIRST: tl.constexpr, SECOND: tl.constexpr, MEETING: tl.constexpr, FAST: tl.constexpr,
+    FIRST: tl.constexpr, SECOND: tl.constexpr, MEETING: tl.constexpr, IS_APART: tl.constexpr, FAST: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
+    # One program more where the next combination is made apart; else the program does that whose number is the row's.
     program = tl.program_id(0)
-    column = program * COLUMNS + tl.arange(0, COLUMNS)
+    is_mixing = program == PROGRAMS
+    column = tl.where(is_mixing, 0, program) * COLUMNS + tl.arange(0, COLUMNS)
     begin = tl.program_id(1) * rows_each
     end = tl.minimum(begin + rows_each, num_rows)
     ROOM: tl.constexpr = PROGRAMS * (READ + MIX)
+    COUNTED: tl.constexpr = 1 if IS_APART else 2
     if FIRST:
         # [NUMBERS, COLUMNS] of each stream; weights never change, so before the wait.
         number = tl.arange(0, NUMBERS)[:, None]
         fn = ()
         for stream in tl.static_range(STREAMS):
             at = fn_ptr + number * (STREAMS * SIZE) + stream * SIZE + column[None, :]
-            fn = fn + (tl.load(at, mask=number < COUNT, other=0.0),)  # noqa: RUF005
+            fn = fn + (tl.load(at, mask=(number < COUNT) & (program < PROGRAMS), other=0.0),)  # noqa: RUF005
     wait(PDL)
-    if FIRST:
-        for place in range(end - begin):
-            row = begin.to(tl.int64) + place
-            turn = tl.cast(0, tl.int32)
-            if MEETING == 2:
-                turn = _turn(arrived_ptr + row, PROGRAMS)
-            behind = _merge(
-                row, column, streams_ptr, output_ptr, mix_ptr, part_stride, output_stride, SIZE, STREAMS, COLUMNS,
-                PARTS, PLACED,
-            )  # fmt: skip
-            xs = ()
-            for stream in tl.static_range(STREAMS):
-                xs = xs + (behind[stream].to(tl.float32),)  # noqa: RUF005
-            _leave_sums(
-                xs, fn, sums_ptr + row * ROOM, program, turn, STREAMS, COLUMNS, PROGRAMS, COUNT, NUMBERS, READ, MIX
-            )  # fmt: skip
-            if PARTS > 0:
+    if FIRST:  # noqa: SIM102
+        if program < PROGRAMS:
+            for place in range(end - begin):
+                row = begin.to(tl.int64) + place
+                turn = tl.cast(0, tl.int32)
+                if MEETING == 2:
+                    turn = _turn(arrived_ptr + row, PROGRAMS)
+                behind = _merge(
+                    row, column, streams_ptr, output_ptr, mix_ptr, part_stride, output_stride, SIZE, STREAMS, COLUMNS,
+                    PARTS, PLACED,
+                )  # fmt: skip
+                xs = ()
                 for stream in tl.static_range(STREAMS):
-                    tl.store(merged_ptr + (row * STREAMS + stream) * SIZE + column, behind[stream])
-            if HAS_TAP:
-                mean = xs[0]
-                for stream in tl.static_range(1, STREAMS):
-                    mean += xs[stream]
-                mean = mean * (1.0 / STREAMS)
-                tl.store(tap_ptr + row * tap_stride + column, mean.to(tap_ptr.dtype.element_ty))
-            if MEETING == 1:
-                # All threads of this program have left their sums when it is counted.
-                tl.debug_barrier()
-                tl.atomic_add(arrived_ptr + row, 1, sem="release", scope="gpu")
+                    xs = xs + (behind[stream].to(tl.float32),)  # noqa: RUF005
+                _leave_sums(
+                    xs, fn, sums_ptr + row * ROOM, program, turn, STREAMS, COLUMNS, PROGRAMS, COUNT, NUMBERS, READ, MIX
+                )  # fmt: skip
+                if PARTS > 0:
+                    for stream in tl.static_range(STREAMS):
+                        tl.store(merged_ptr + (row * STREAMS + stream) * SIZE + column, behind[stream])
+                if HAS_TAP:
+                    mean = xs[0]
+                    for stream in tl.static_range(1, STREAMS):
+                        mean += xs[stream]
+                    mean = mean * (1.0 / STREAMS)
+                    tl.store(tap_ptr + row * tap_stride + column, mean.to(tap_ptr.dtype.element_ty))
+                if MEETING == 1:
+                    # All threads of this program have left their sums when it is counted.
+                    tl.debug_barrier()
+                    tl.atomic_add(arrived_ptr + row, COUNTED, sem="release", scope="gpu")
     if SECOND:
         if PARTS > 0:
             read_ptr = merged_ptr
@@ -342,24 +355,33 @@ def _connect_streams(
             row = begin.to(tl.int64) + place
             turn = tl.cast(0, tl.int32)
             if MEETING == 1:
-                while tl.atomic_add(arrived_ptr + row, 0, sem="acquire", scope="gpu") % PROGRAMS != 0:
+                if is_mixing:
+                    tl.atomic_add(arrived_ptr + row, PROGRAMS, sem="relaxed", scope="gpu")
+                while tl.atomic_add(arrived_ptr + row, 0, sem="acquire", scope="gpu") % (2 * PROGRAMS) != 0:
                     pass
                 tl.debug_barrier()
             if MEETING == 2:
                 turn = _turn(arrived_ptr + row, PROGRAMS)
-            rate = _finish_columns(
-                row, column, read_ptr, base_ptr, scale_ptr, sums_ptr + row * ROOM, norm_ptr, out_ptr, taken_ptr, turn,
-                rms_eps, eps, norm_eps, SIZE, STREAMS, COLUMNS, PROGRAMS, READ, HAS_OUT, HAS_TAKEN, MEETING,
-            )  # fmt: skip
-            if HAS_MIX:  # noqa: SIM102
-                if row % PROGRAMS == program:
+            if program < PROGRAMS:
+                _finish_columns(
+                    row, column, read_ptr, base_ptr, scale_ptr, sums_ptr + row * ROOM, norm_ptr, out_ptr, taken_ptr,
+                    turn, rms_eps, eps, norm_eps, SIZE, STREAMS, COLUMNS, PROGRAMS, READ, HAS_OUT, HAS_TAKEN, MEETING,
+                )  # fmt: skip
+            if HAS_MIX:
+                if IS_APART:
+                    mixes = is_mixing
+                else:
+                    mixes = row % PROGRAMS == program
+                if mixes:
                     to = next_mix_ptr + row * (STREAMS + STREAMS * STREAMS)
                     _finish_mix(
-                        sums_ptr + row * ROOM, base_ptr, scale_ptr, to, rate, turn, eps, STREAMS, PROGRAMS, READ, MIX,
-                        ITERATIONS, MEETING, FAST,
+                        sums_ptr + row * ROOM, base_ptr, scale_ptr, to, turn, rms_eps, eps, SIZE, STREAMS, PROGRAMS,
+                        READ, MIX, ITERATIONS, MEETING, FAST,
                     )  # fmt: skip
             if MEETING == 2:
-                tl.atomic_add(arrived_ptr + row, 1, sem="relaxed", scope="gpu")
+                tl.atomic_add(
+                    arrived_ptr + row, tl.where(is_mixing, PROGRAMS, COUNTED), sem="relaxed", scope="gpu"
+                )  # fmt: skip
 
 
 def launch_connect_streams(
@@ -391,9 +413,13 @@ def launch_connect_streams(
         rows_each = rows_of_program(num_rows, plan, _multiprocessors(streams.device))
     parts, part_stride, row_stride, source, placed = _parts_of(output, streams)
 
+    has_mix = next_mix is not None and not weights.is_head
+
     def start(is_first: bool, is_second: bool, meeting: Meeting, rows: int) -> None:
+        # The balancing takes longer than all else behind the meeting: no program does both, unless it has several rows.
+        is_apart = has_mix and is_second and rows == 1
         launch(
-            _connect_streams, (programs, -(-num_rows // rows)),
+            _connect_streams, (programs + is_apart, -(-num_rows // rows)),
             streams, source, mix if mix is not None else streams, merged if merged is not None else streams,
             tap if tap is not None else streams, weights.fn, weights.base, weights.scale, workspace.sums,
             workspace.arrived, next_mix if next_mix is not None else streams,
@@ -403,12 +429,12 @@ def launch_connect_streams(
             SIZE=width, STREAMS=size, COLUMNS=width // programs, PROGRAMS=programs, COUNT=count,
             NUMBERS=power_of_two(count), READ=read, MIX=mixed, ITERATIONS=weights.iterations, PARTS=parts,
             PLACED=placed, HAS_TAP=tap is not None, HAS_OUT=out is not None, HAS_TAKEN=taken is not None,
-            HAS_MIX=next_mix is not None and not weights.is_head, FIRST=is_first, SECOND=is_second,
+            HAS_MIX=has_mix, FIRST=is_first, SECOND=is_second,
             # The interpreter runs no instructions of the card.
-            MEETING=int(meeting), FAST=not triton.knobs.runtime.interpret, num_warps=plan.warps,
+            MEETING=int(meeting), IS_APART=is_apart, FAST=not triton.knobs.runtime.interpret, num_warps=plan.warps,
         )  # fmt: skip
 
-    if rows_each is not None:
+    if rows_each is not None and rows_each <= _MOST_ROWS_EACH:
         start(True, True, plan.meeting, rows_each)
     else:
         start(True, False, Meeting.LAUNCH, min(num_rows, _ROWS_APART))

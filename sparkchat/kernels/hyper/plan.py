@@ -1,6 +1,7 @@
 """How the columns of the streams are shared out among programs, and how those meet.
 
-``programs`` decides in what order a row's sums are added and follows from the width alone; the rest is speed.
+``programs`` and ``warps`` decide in what order a row's sums are added and follow from the width alone; the meeting is
+speed. What was measured: benchmarks/results/2026-11-30-v4-streams.md.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class ConnectPlan:
     programs: int = 64
     """At most; a power of two."""
     warps: int = 2
-    meeting: Meeting = Meeting.WORDS
+    meeting: Meeting = Meeting.COUNT
     """Where all programs fit on the card at once; two launches where not."""
 
     def of_width(self, hidden_size: int) -> ConnectPlan:
@@ -45,13 +46,12 @@ class ConnectPlan:
 PLAN = ConnectPlan()
 TRIED = (
     PLAN,
-    ConnectPlan(meeting=Meeting.COUNT),
+    ConnectPlan(meeting=Meeting.WORDS),
     ConnectPlan(meeting=Meeting.LAUNCH),
-    ConnectPlan(warps=4),
-    ConnectPlan(warps=1),
-    ConnectPlan(128, 1),
-    ConnectPlan(128, 2),
+    ConnectPlan(64, 4),
     ConnectPlan(32, 4),
+    ConnectPlan(32, 4, Meeting.WORDS),
+    ConnectPlan(32, 2),
 )
 REGISTERS = 256 * 32
 """Of a warp, at most; a multiprocessor has 65536."""
@@ -59,7 +59,7 @@ REGISTERS = 256 * 32
 
 def rows_of_program(rows: int, plan: ConnectPlan, processors: int) -> int | None:
     """Rows that each program takes so that all programs run at once on so many multiprocessors; None where too many."""
-    room = processors * (65536 // (REGISTERS * plan.warps)) // plan.programs
+    room = processors * (65536 // (REGISTERS * plan.warps)) // (plan.programs + 1)
     return -(-rows // room) if room else None
 
 
