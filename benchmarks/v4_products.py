@@ -67,9 +67,9 @@ def linear_cases(make: Maker) -> Iterator[Case]:
         plain = [make.half(out, size) for _ in range(make.sets(2 * out * size))] if make.is_real else []
         for rows in ROWS:
             plans = tried(out, size, rows, has_parts)
-            # One row runs the program of six; of larger tiles the plan in use alone is timed.
+            # One row runs the program of six; sixteen rows are timed with the plan in use alone.
             yield linear_case(
-                make, f"{name} {rows} rows", weights, plain, rows, plans if rows == 6 else plans[:1], has_parts
+                make, f"{name} {rows} rows", weights, plain, rows, plans if rows in (6, 64) else plans[:1], has_parts
             )  # fmt: skip
 
 
@@ -327,9 +327,7 @@ def draft_cases(make: Maker) -> Iterator[Case]:
         yield Case(f"markov block {requests}x{width}", width * vocab * (rank + 8 * requests), 1, variants)
 
 
-BIAS_PLANS = tuple(
-    BiasPlan(*each) for each in ((128, 4, 2), (64, 4, 3), (64, 4, 4), (128, 8, 2), (256, 8, 1), (256, 4, 1))
-)
+BIAS_PLANS = tuple(BiasPlan(*each) for each in ((128, 4, 2), (128, 4, 3), (64, 4, 4), (64, 2, 3), (32, 4, 4)))
 
 
 def _drop(value: Tensor) -> None:

@@ -65,8 +65,9 @@ def test_the_call_leaves_what_the_reference_leaves() -> None:
 
 
 def test_plans_and_what_is_refused() -> None:
-    for plain in (1024, 2624, 64):
-        plan = joint_plan(1536, 4096, plain)
+    plans = [joint_plan(1536, 4096, plain) for plain in (1024, 2624, 64)]
+    assert [(plan.codes.splits, plan.plain_splits) for plan in plans[:2]] == [(4, 4), (2, 4)]
+    for plan in plans:
         assert 4096 % (plan.plain_splits * 128) == 0 and plan.codes.part(4096) * plan.codes.splits == 32
     codes = weight_of(32, 512, torch.device("cpu"))
     assert not takes_joint(codes, torch.zeros(64, 256))

@@ -11,10 +11,10 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from sparkchat.kernels.fp8.plan import MULTIPROCESSORS, Fp8Plan, plan_of
+from sparkchat.kernels.fp8.plan import MULTIPROCESSORS, Fp8Plan
 from sparkchat.kernels.fp8.reference import fp8_linear_reference
 from sparkchat.kernels.fp8.weights import TiledFp8
-from sparkchat.kernels.tiles.packing import STEP
+from sparkchat.kernels.tiles.packing import OUTS, STEP
 
 PLAIN_OUTS = 64
 """Of a tile of the plain weight."""
@@ -31,13 +31,14 @@ class JointPlan:
 
 @cache
 def joint_plan(out: int, size: int, plain_out: int) -> JointPlan:
-    """The plan of weights [out, size] and [plain_out, size]: about one long program to a multiprocessor, and short
-    ones beside it."""
-    used, splits = plan_of(out, size), 1
-    tiles = -(-plain_out // PLAIN_OUTS)
-    while splits < 8 and tiles * splits < 0.95 * MULTIPROCESSORS and size % (2 * splits * STEP) == 0:
+    """The plan of weights [out, size] and [plain_out, size]: nearly two programs to a multiprocessor, those of the
+    plain weight longer than those of the codes (benchmarks/results/2026-11-30-v4-products.md)."""
+    tiles, pairs, steps = -(-plain_out // PLAIN_OUTS), out // (2 * OUTS), size // STEP
+    plain_splits = max(n for n in (1, 2, 4) if steps % n == 0)
+    splits = 1
+    while splits < 8 and tiles * plain_splits + pairs * splits < 1.9 * MULTIPROCESSORS and steps >= 8 * splits:
         splits *= 2
-    return JointPlan(Fp8Plan(4, used.splits, 2), splits, 3)
+    return JointPlan(Fp8Plan(4, splits, 2), plain_splits, 3)
 
 
 def takes_joint(codes: TiledFp8, plain: Tensor) -> bool:
@@ -97,7 +98,7 @@ def joint_reference(
     x: Tensor, product: JointProduct, out: Tensor, plain: Tensor, whole: Tensor, is_rounded: bool
 ) -> None:
     """See ``JointProduct``. Computes in float32."""
-    fp8_linear_reference(x, product.codes, out, 1, is_rounded)
+    fp8_linear_reference(x, product.codes, out, 1, is_rounded, product.plan.codes)
     splits = product.plan.plain_splits
     width = x.shape[1] // splits
     for part in range(splits):

@@ -1,7 +1,7 @@
 """How the product with a weight of 8 bits is cut and run.
 
 ``warps`` and ``splits`` decide in what order an output is summed and follow from the weight's shape alone; ``stages``
-and the rows of a tile are speed. No plan has been timed yet: benchmarks/kernels.py tries ``TRIED`` at every shape.
+and the rows of a tile are speed. Plans are the best of benchmarks/results/2026-11-30-v4-products.md for six rows.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Fp8Plan:
         return -(-(size // STEP) // self.splits)
 
 
-TRIED = ((4, 2), (4, 3), (4, 4), (8, 2), (8, 3), (8, 4), (16, 2), (2, 3), (2, 5))
+TRIED = ((1, 4), (1, 6), (2, 3), (2, 4), (2, 5), (4, 2), (4, 3), (4, 4), (8, 3))
 """Warps and stages."""
 _MOST_SHARED = 225_000
 
@@ -42,14 +42,16 @@ _MOST_SHARED = 225_000
 def plan_of(out: int, size: int, has_parts: bool = True) -> Fp8Plan:
     """The plan of a weight [out, size]; ``has_parts``: whether parts of the inputs may be summed apart."""
     programs, steps = out // (2 * OUTS), size // STEP
-    # Where programs are few and must sum all inputs, more warps bring more bytes on their way at once.
-    most = 8 if not has_parts and programs <= MULTIPROCESSORS and steps >= 16 else 4
-    warps = min(most, 1 << (steps.bit_length() - 1))
+    # Two warps: small programs, of which many are on the card at once. Where programs are few and must sum all inputs,
+    # four and a deeper pipeline bring more bytes on their way.
+    is_short = not has_parts and programs <= MULTIPROCESSORS and steps >= 16
+    warps, stages = (4, 4) if is_short else (2, 3)
+    warps = min(warps, 1 << (steps.bit_length() - 1))
     splits = 1
     # About three programs on every multiprocessor, each with at least two steps for every warp.
     while has_parts and splits < 8 and programs * splits < 3 * MULTIPROCESSORS and steps >= 4 * splits * warps:
         splits *= 2
-    return Fp8Plan(warps, splits, 3)
+    return Fp8Plan(warps, splits, stages)
 
 
 def row_tile(rows: int, is_rounded: bool = False) -> int:

@@ -5,17 +5,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparkchat.kernels.fp8.plan import plan_of
+from sparkchat.kernels.fp8.plan import Fp8Plan, plan_of
 from sparkchat.kernels.fp8.weights import TiledFp8
 from sparkchat.kernels.tiles.packing import STEP
 
 _LEAST, _MOST = 1e-4, 448.0
 
 
-def fp8_linear_reference(x: Tensor, weight: TiledFp8, out: Tensor, groups: int, is_rounded: bool) -> None:
-    """See ``fp8_linear``. Computes in float32."""
+def fp8_linear_reference(
+    x: Tensor, weight: TiledFp8, out: Tensor, groups: int, is_rounded: bool, plan: Fp8Plan | None = None
+) -> None:
+    """See ``fp8_linear``. Computes in float32. ``plan`` stands in for the usual one."""
     (outs, size), values = weight.shape, weight.dense()
-    plan = plan_of(outs, size, out.dim() == 3)
+    plan = plan or plan_of(outs, size, out.dim() == 3)
     width = plan.part(size) * STEP
     rows = (rounded_e4m3(x) if is_rounded else x).float().unflatten(1, (groups, size))
     weights = values.unflatten(0, (groups, -1))

@@ -43,7 +43,7 @@ LEAST_STEP = 16
 class BiasPlan:
     """How the product with W2 is run; what it comes out as depends on ``step`` alone."""
 
-    step: int = 128
+    step: int = 64
     """Ranks that are summed at a time."""
     warps: int = 4
     stages: int = 3
