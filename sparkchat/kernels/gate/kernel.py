@@ -37,13 +37,13 @@ def _scores(at, inside, part_stride, BLOCK: tl.constexpr, PARTS: tl.constexpr):
 
 
 @triton.jit
-def _ranked(score, bias, expert, is_expert, BLOCK: tl.constexpr):
-    """Numbers in the order of score + bias, of equals the lower expert's larger; what is no number comes first."""
+def _ranked(score, bias, is_expert):
+    """Integers in the order of score + bias; what is no number comes first, what is no expert last. The card finds the
+    largest integer of a warp in one instruction."""
     key = tl.where(score == score, score + bias, float("inf"))
     bits = key.to(tl.int32, bitcast=True)
     bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    ranked = (bits.to(tl.int64) << 32) | (BLOCK - 1 - expert).to(tl.int64)
-    return tl.where(is_expert, ranked, -0x7FFFFFFFFFFFFFFF)
+    return tl.where(is_expert, bits, -0x7FFFFFFF)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -69,19 +69,22 @@ def _route(
         chosen = _scores(logits_ptr + name, is_place, part_stride, PLACES, PARTS)
     else:
         score = _scores(logits_ptr + expert, is_expert, part_stride, BLOCK, PARTS)
-        ranked = _ranked(score, bias, expert, is_expert, BLOCK)
+        ranked = _ranked(score, bias, is_expert)
         name = tl.zeros((PLACES,), tl.int32)
-        chosen = tl.zeros((PLACES,), tl.float32)
+        bits = score.to(tl.int32, bitcast=True)
+        found = tl.zeros((PLACES,), tl.int32)
         for turn in tl.static_range(PER_ROW):
-            best = BLOCK - 1 - (tl.max(ranked, axis=0) & 0xFFFFFFFF).to(tl.int32)
-            ranked = tl.where(expert == best, -0x7FFFFFFFFFFFFFFF, ranked)
+            # Of equals the lower one. Whoever was taken is below all, also below those that are no experts.
+            best = tl.min(tl.where(ranked == tl.max(ranked, axis=0), expert, BLOCK), axis=0)
+            ranked = tl.where(expert == best, -0x7FFFFFFF - 1, ranked)
             name = tl.where(place == turn, best, name)
-            chosen = tl.where(place == turn, tl.sum(tl.where(expert == best, score, 0.0), axis=0), chosen)
+            found = tl.where(place == turn, tl.sum(tl.where(expert == best, bits, 0), axis=0), found)
+        chosen = found.to(tl.float32, bitcast=True)
     chosen = tl.where(is_place, chosen, 0.0)
     weight = chosen / tl.sum(chosen, axis=0) * scale
     # Experts ascending.
-    is_before = (name[None, :] < name[:, None]) | ((name[None, :] == name[:, None]) & (place[None, :] < place[:, None]))
-    to = row * PER_ROW + tl.sum((is_before & is_place[None, :]).to(tl.int32), axis=1)
+    is_before = (name[:, None] < name[None, :]) | ((name[:, None] == name[None, :]) & (place[:, None] < place[None, :]))
+    to = row * PER_ROW + tl.sum((is_before & is_place[:, None]).to(tl.int32), axis=0)
     tl.store(weights_ptr + to, weight, mask=is_place)
     tl.store(chosen_ptr + to, name, mask=is_place)
     if CHOICES > 0:
@@ -104,8 +107,9 @@ def _list_few(
     inside = choice < count
     # Other multiprocessors wrote these: not from the cache of this one.
     name = tl.load(chosen_ptr + choice, mask=inside, other=0, cache_modifier=".cg")
-    is_earlier = (name[None, :] == name[:, None]) & (choice[None, :] < choice[:, None])
-    place = tl.sum(is_earlier.to(tl.int32), axis=1)
+    # Those that are looked at lie beneath each other, in one thread: nothing is added up between threads.
+    is_earlier = (name[:, None] == name[None, :]) & (choice[:, None] < choice[None, :])
+    place = tl.sum(is_earlier.to(tl.int32), axis=0)
     tl.store(lists_ptr + name.to(tl.int64) * count + place, choice, mask=inside)
     _write_items(tl.histogram(name, BLOCK, mask=inside), counts_ptr, items_ptr, NUM_EXPERTS, TILE, BLOCK)
 
