@@ -89,14 +89,13 @@ def _connect(
 
 TILES = {
     "used": HALF_TILE,
-    "stages 2": Tile(16, 64, 8, 2),
-    "4 warps": Tile(16, 64, 4, 1),
-    "32 heads": Tile(32, 64, 8, 1),
-    "32 heads, stages 2": Tile(32, 64, 8, 2),
-    "warp groups": Tile(64, 64, 8, 1, least_heads=64),
-    "32 keys": Tile(16, 32, 4, 2),
-    "spans of 128": Tile(16, 64, 8, 2, 128),
-    "32 heads, spans of 128": Tile(32, 64, 8, 2, 128),
+    "a program a span": replace(HALF_TILE, many_rows=1 << 30),
+    "a program a row": replace(HALF_TILE, many_rows=1),
+    "a program a row, 16 heads": replace(HALF_TILE, many_rows=1, many_heads=16),
+    "a program a row, stages 3": replace(HALF_TILE, many_rows=1, many_stages=3),
+    "4 warps": replace(HALF_TILE, warps=4),
+    "32 heads": replace(HALF_TILE, heads=32),
+    "spans of 32": replace(HALF_TILE, keys=32, warps=4, span=32),
 }
 CONTEXTS = ((1, 2200, 1), (1, 2200, 6), (1, 65536, 6), (16, 2200, 4), (16, 2200, 1))
 """Requests, context, rows of each."""

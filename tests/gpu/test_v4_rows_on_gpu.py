@@ -153,6 +153,12 @@ def test_attention(heads: int, ratio: int, topk: int) -> None:
         alone = {name: call[name][n : n + 1] for name in ("q", "rows", "positions", "first_seen", "ends")}
         one = attend({**call, **alone}, None if chosen is None else chosen[n : n + 1])
         assert torch.equal(one[0], together[n]), n
+    # Many rows are cut in other ways, by which no row changes.
+    for times in (2, 8):
+        index = torch.arange(len(rows.rows), device=CUDA).repeat(times)
+        more = {name: call[name][index] for name in ("q", "rows", "positions", "first_seen", "ends")}
+        many = attend({**call, **more}, None if chosen is None else chosen[index])
+        assert torch.equal(many, together[index]), times
 
 
 def test_a_captured_attention_follows_the_positions() -> None:

@@ -25,7 +25,6 @@ from sparkchat.kernels.indexer.kernel import launch_choose_entries
 from sparkchat.kernels.latent_attention import LatentRows, LatentShape, latent_workspace
 from sparkchat.kernels.latent_attention.kernel import (
     HALF_TILE,
-    Tile,
     launch_latent_attention,
     launch_write_latents,
 )
@@ -33,7 +32,7 @@ from sparkchat.kernels.launch import overlap, started_by
 
 D, STREAMS, LATENT, ROPE = 4096, 4, 512, 64
 PLANS = tuple(replace(PLAN, meeting=meeting) for meeting in (Meeting.WORDS, Meeting.COUNT, Meeting.LAUNCH))
-TILES = (HALF_TILE, Tile(32, 64, 8, 1), Tile(16, 64, 8, 2), Tile(32, 64, 8, 2, 128))
+TILES = (HALF_TILE, replace(HALF_TILE, many_rows=1), replace(HALF_TILE, heads=32, many_rows=1))
 
 
 def hyper() -> None:

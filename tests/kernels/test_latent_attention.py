@@ -12,7 +12,12 @@ from torch import Tensor
 from kernels.agreement import assert_same_sums
 from kernels.latent_rows import FIRST_SLOT, NAN, Rows, latents_of, rope_of, rows_of
 from sparkchat.kernels.latent_attention import LatentShape, latent_spans, latent_workspace
-from sparkchat.kernels.latent_attention.kernel import launch_latent_attention, launch_write_latents
+from sparkchat.kernels.latent_attention.kernel import (
+    EXACT_TILE,
+    Tile,
+    launch_latent_attention,
+    launch_write_latents,
+)
 from sparkchat.kernels.latent_attention.reference import latent_attention_reference, write_latents_reference
 
 SIZE, ROPE, HEADS, WINDOW, RING = 32, 16, 3, 8, 32
@@ -41,7 +46,12 @@ def make(
 
 
 def attend(
-    rows: Rows, batch: Batch, shape: LatentShape, chosen: Tensor | None = None, context: int | None = None
+    rows: Rows,
+    batch: Batch,
+    shape: LatentShape,
+    chosen: Tensor | None = None,
+    context: int | None = None,
+    tile: Tile | None = None,
 ) -> Tensor:
     heads, count = len(batch["sinks"]), len(rows.rows)
     context = context or int(rows.ends.max())
@@ -50,7 +60,7 @@ def attend(
     space.mixed.fill_(NAN)
     launch_latent_attention(
         **batch, rows=rows.rows, positions=rows.positions, first_seen=rows.first_seen, ends=rows.ends, out=out,
-        workspace=space, shape=shape, context=context, chosen=chosen,
+        workspace=space, shape=shape, context=context, chosen=chosen, tile=tile,
     )  # fmt: skip
     return out
 
@@ -118,6 +128,18 @@ def test_partial_sums_and_more_room_than_rows_need(device: torch.device) -> None
     torch.testing.assert_close(attend(rows, {**batch, "q": parts}, shape), whole, atol=2e-5, rtol=2e-4)
     # A larger context starts programs that have nothing to do.
     assert_same_sums(attend(rows, batch, shape, context=4000), whole)
+
+
+@pytest.mark.parametrize("ratio, topk", [(0, 0), (2, 0), (4, 40)])
+def test_many_rows_get_the_bits_of_few(ratio: int, topk: int, device: torch.device) -> None:
+    """A program that takes all spans of a row adds as programs that take one each."""
+    spans = [(0, 0, 1), (1, 90, 1), (2, 380, 2)]
+    rows, batch = make(spans, device, ratio, 100)
+    shape = replace(SHAPE, ratio=ratio, topk=topk, ring=160)
+    chosen = torch.stack([torch.randperm(90, device=device)[:topk] for _ in range(4)]).int() if topk else None
+    few, many = (attend(rows, batch, shape, chosen, tile=replace(EXACT_TILE, many_rows=n)) for n in (100, 1))
+    assert_same_sums(many, few)
+    torch.testing.assert_close(many, reference(rows, batch, shape, chosen), atol=2e-5, rtol=2e-4)
 
 
 def test_half_precision(device: torch.device) -> None:

@@ -29,6 +29,9 @@ _PAIRS = 64
 """Pairs of dimensions that one program of the second launch folds."""
 
 
+_MULTIPROCESSORS = 132
+
+
 @dataclass(frozen=True)
 class Tile:
     """How the products are cut."""
@@ -36,15 +39,17 @@ class Tile:
     heads: int
     keys: int
     warps: int
-    stages: int
-    """Depth of the pipeline of loads"""
     span: int = 0
     """Keys of the shortest spans; 0: SPAN"""
-    least_heads: int = 16
-    """A program's products have so many rows, also where there are fewer heads: 64 for those of whole warp groups."""
+    many_heads: int = 32
+    """Heads of a program that takes all keys of a row, where programs of ``heads`` do not all run at once"""
+    many_stages: int = 2
+    """Depth of such a program's pipeline of loads"""
+    many_rows: int = 25
+    """So many rows or more are taken by such programs: one launch, in which the card is full without cutting rows."""
 
 
-HALF_TILE, EXACT_TILE = Tile(16, 64, 8, 1), Tile(16, 16, 4, 1)
+HALF_TILE, EXACT_TILE = Tile(16, 64, 8), Tile(16, 16, 4, many_stages=1)
 
 
 @triton.jit
@@ -154,8 +159,8 @@ def turn_queries(q, rope_ptr, position, HEADS: tl.constexpr, SIZE: tl.constexpr,
 
 
 @triton.jit
-def _span_size(count, SPAN: tl.constexpr, MOST: tl.constexpr):
-    # Keys of a span of a row that looks at ``count`` of them in at most MOST spans.
+def span_size(count, SPAN: tl.constexpr, MOST: tl.constexpr):
+    """Keys of a span of a row that looks at ``count`` of them in at most MOST spans."""
     units = (count + SPAN - 1) // SPAN
     size = count * 0 + SPAN
     for step in tl.static_range(0, 16):
@@ -164,33 +169,86 @@ def _span_size(count, SPAN: tl.constexpr, MOST: tl.constexpr):
 
 
 @triton.jit
+def load_queries(
+    q_ptr, row, heads, part_stride, row_stride, HEADS: tl.constexpr, SIZE: tl.constexpr, PARTS: tl.constexpr
+):  # fmt: skip
+    """A row's queries as projected, of some heads: [heads, SIZE] float32."""
+    at = q_ptr + row * row_stride + heads[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    q = tl.load(at, mask=(heads < HEADS)[:, None], other=0.0).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        q += tl.load(at + part * part_stride, mask=(heads < HEADS)[:, None], other=0.0)
+    return q
+
+
+@triton.jit
+def load_tile(
+    base, chosen_ptr, key, stop, is_window, is_chosen, lap, first_slot, ring, slot_stride,
+    SIZE: tl.constexpr, RATIO: tl.constexpr, TOPK: tl.constexpr,
+):  # fmt: skip
+    """Latents [keys, SIZE] of a window's positions or of entries ``key``, zeros from ``stop`` on. ``chosen_ptr`` of the
+    row; ``lap`` the position in the ring's first slot when the window's first key was written."""
+    is_key = key < stop
+    slot = key - lap
+    slot = first_slot + tl.where(slot >= ring, slot - ring, slot)
+    if RATIO > 0:
+        entry = key
+        if TOPK > 0:
+            # Also read where all entries are looked at, so as not to wait for the position.
+            picked = tl.load(chosen_ptr + key, mask=is_key & ~is_window, other=0)
+            entry = tl.where(is_chosen, picked, key)
+        slot = tl.where(is_window, slot, first_slot + ring + entry)
+    return tl.load(base + slot[:, None] * slot_stride + tl.arange(0, SIZE)[None, :], mask=is_key[:, None], other=0.0)
+
+
+@triton.jit
+def attend_tile(turned, latents, is_key, top, total, mixed, scale, EXACT: tl.constexpr):
+    """One tile of keys more: largest score (base 2) and sum of weights [heads], weighted latents [heads, SIZE]."""
+    if EXACT:
+        score = tl.dot(turned, tl.trans(latents), input_precision="ieee") * scale
+    else:
+        score = tl.dot(turned, tl.trans(latents)) * scale
+    score = tl.where(is_key[None, :], score, float("-inf"))
+    new_top = tl.maximum(top, tl.max(score, axis=1))
+    weight = tl.exp2(score - new_top[:, None])
+    shrink = tl.exp2(top - new_top)
+    total = tl.fma(total, shrink, tl.sum(weight, axis=1))
+    if EXACT:
+        mixed = mixed * shrink[:, None] + tl.dot(weight, latents, input_precision="ieee")
+    else:
+        mixed = tl.dot(weight.to(latents.dtype), latents, mixed * shrink[:, None])
+    return new_top, total, mixed
+
+
+@triton.jit
+def turn_back(left, right, cos, sin):
+    """Pairs turned back by an angle. Which products are rounded is said, so that all kernels round alike."""
+    return tl.fma(left, cos, right * sin), tl.fma(right, cos, -(left * sin))
+
+
+@triton.jit
 def _attend_latents(
     q_ptr, cache_ptr, rows_ptr, positions_ptr, first_seen_ptr, ends_ptr, rope_ptr, chosen_ptr, mixed_ptr, stats_ptr,
     part_stride, row_stride, cache_stride, slot_stride, first_slot, ring, scale, eps,
     HEADS: tl.constexpr, SIZE: tl.constexpr, ROPE: tl.constexpr, PARTS: tl.constexpr, RATIO: tl.constexpr,
     TOPK: tl.constexpr, SPANS: tl.constexpr, SPAN: tl.constexpr, WINDOWS: tl.constexpr, MOST: tl.constexpr,
-    TILE: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr,
+    TILE: tl.constexpr, BLOCK: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     span = tl.program_id(2)
     heads = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    dim = tl.arange(0, SIZE)
-    is_head = heads < HEADS
     wait(PDL)
     # All that depends on the row alone is asked for before any of it is used.
     position = tl.load(positions_ptr + row).to(tl.int32)
     low = tl.maximum(tl.load(first_seen_ptr + row).to(tl.int32), 0)
     high = tl.load(ends_ptr + row).to(tl.int32)
     base = cache_ptr + tl.load(rows_ptr + row).to(tl.int64) * cache_stride
-    at = q_ptr + row * row_stride + heads[:, None] * SIZE + dim[None, :]
-    q = tl.load(at, mask=is_head[:, None], other=0.0).to(tl.float32)
-    for part in tl.static_range(1, PARTS):
-        q += tl.load(at + part * part_stride, mask=is_head[:, None], other=0.0)
+    q = load_queries(q_ptr, row, heads, part_stride, row_stride, HEADS, SIZE, PARTS)
+    chosen_ptr += row * TOPK
     is_window = span < WINDOWS
     is_chosen = False
     # Keys of a row's window follow each other in the ring, and are fewer than it holds.
     lap = low - low % ring
-    size = _span_size(high - low, SPAN, WINDOWS)
+    size = span_size(high - low, SPAN, WINDOWS)
     start = low + span * size
     stop = tl.minimum(start + size, high)
     if RATIO > 0:
@@ -198,44 +256,31 @@ def _attend_latents(
         if TOPK > 0:
             is_chosen = (count > TOPK) & ~is_window
             count = tl.minimum(count, TOPK)
-        size = _span_size(count, SPAN, MOST)
+        size = span_size(count, SPAN, MOST)
         start = tl.where(is_window, start, (span - WINDOWS) * size)
         stop = tl.where(is_window, stop, tl.minimum(start + size, count))
     if start < stop:
+        key = start + tl.arange(0, BLOCK)
+        # Keys come while queries are turned, and each tile while the one before it is multiplied.
+        latents = load_tile(
+            base, chosen_ptr, key, stop, is_window, is_chosen, lap, first_slot, ring, slot_stride, SIZE, RATIO, TOPK
+        )  # fmt: skip
         unit = q * tl.rsqrt(tl.sum(q * q, axis=1) / SIZE + eps)[:, None]
         turned = turn_queries(unit, rope_ptr, position, TILE, SIZE, ROPE).to(cache_ptr.dtype.element_ty)
         top = tl.full((TILE,), float("-inf"), tl.float32)
         total = tl.zeros((TILE,), tl.float32)
         mixed = tl.zeros((TILE, SIZE), tl.float32)
-        for first in tl.range(start, stop, BLOCK, num_stages=STAGES):
-            key = first + tl.arange(0, BLOCK)
-            is_key = key < stop
-            slot = key - lap
-            slot = first_slot + tl.where(slot >= ring, slot - ring, slot)
-            if RATIO > 0:
-                entry = key
-                if TOPK > 0:
-                    # Also read where all entries are looked at, so as not to wait for the position.
-                    picked = tl.load(chosen_ptr + row * TOPK + key, mask=is_key & ~is_window, other=0)
-                    entry = tl.where(is_chosen, picked, key)
-                slot = tl.where(is_window, slot, first_slot + ring + entry)
-            latents = tl.load(base + slot[:, None] * slot_stride + dim[None, :], mask=is_key[:, None], other=0.0)
-            if EXACT:
-                score = tl.dot(turned, tl.trans(latents), input_precision="ieee") * scale
-            else:
-                score = tl.dot(turned, tl.trans(latents)) * scale
-            score = tl.where(is_key[None, :], score, float("-inf"))
-            new_top = tl.maximum(top, tl.max(score, axis=1))
-            weight = tl.exp2(score - new_top[:, None])
-            shrink = tl.exp2(top - new_top)
-            total = total * shrink + tl.sum(weight, axis=1)
-            if EXACT:
-                mixed = mixed * shrink[:, None] + tl.dot(weight, latents, input_precision="ieee")
-            else:
-                mixed = tl.dot(weight.to(latents.dtype), latents, mixed * shrink[:, None])
-            top = new_top
+        for first in range(start, stop, BLOCK):
+            key, here = first + tl.arange(0, BLOCK), latents
+            if first + BLOCK < stop:
+                latents = load_tile(
+                    base, chosen_ptr, key + BLOCK, stop, is_window, is_chosen, lap, first_slot, ring, slot_stride,
+                    SIZE, RATIO, TOPK,
+                )  # fmt: skip
+            top, total, mixed = attend_tile(turned, here, key < stop, top, total, mixed, scale, EXACT)
+        is_head = heads < HEADS
         to = (row * HEADS + heads) * SPANS + span
-        tl.store(mixed_ptr + to[:, None] * SIZE + dim[None, :], mixed, mask=is_head[:, None])
+        tl.store(mixed_ptr + to[:, None] * SIZE + tl.arange(0, SIZE)[None, :], mixed, mask=is_head[:, None])
         tl.store(stats_ptr + to * 2, top, mask=is_head)
         tl.store(stats_ptr + to * 2 + 1, total, mask=is_head)
 
@@ -256,16 +301,16 @@ def _join_latents(
     wait(PDL)
     position = tl.load(positions_ptr + row).to(tl.int32)
     seen = tl.load(ends_ptr + row).to(tl.int32) - tl.maximum(tl.load(first_seen_ptr + row).to(tl.int32), 0)
-    size = _span_size(seen, SPAN, WINDOWS)
+    size = span_size(seen, SPAN, WINDOWS)
     windows = (seen + size - 1) // size
     spans = WINDOWS
     if RATIO > 0:
         count = (position + 1) // RATIO
         if TOPK > 0:
             count = tl.minimum(count, TOPK)
-        size = _span_size(count, SPAN, MOST)
+        size = span_size(count, SPAN, MOST)
         spans += (count + size - 1) // size
-    total = 1.0
+    total = tl.full((), 1.0, tl.float32)
     mixed = tl.zeros((PAIRS, 2), tl.float32)
     part = (row * HEADS + head) * ROOM
     for span in tl.static_range(SPANS):
@@ -277,15 +322,16 @@ def _join_latents(
         span_mixed = tl.load(at, mask=is_span, other=0.0, cache_modifier=".cg")
         new_top = tl.maximum(top, span_top)
         old, new = tl.exp2(top - new_top), tl.exp2(span_top - new_top)
-        total = total * old + span_total * new
-        mixed = mixed * old + span_mixed * new
+        total = tl.fma(total, old, span_total * new)
+        mixed = tl.fma(mixed, old, span_mixed * new)
         top = new_top
     left, right = tl.split(mixed / total)
     angle = pair - (SIZE - ROPE) // 2
     at = rope_ptr + position.to(tl.int64) * ROPE + 2 * angle
     cos = tl.load(at, mask=angle >= 0, other=1.0)
     sin = tl.load(at + 1, mask=angle >= 0, other=0.0)
-    out = tl.join(left * cos + right * sin, right * cos - left * sin)
+    left, right = turn_back(left, right, cos, sin)
+    out = tl.join(left, right)
     to = out_ptr + (row * HEADS + head) * SIZE + 2 * pair[:, None] + tl.arange(0, 2)[None, :]
     tl.store(to, out.to(out_ptr.dtype.element_ty))
 
@@ -308,6 +354,7 @@ def launch_latent_attention(
 ) -> None:
     """See ``latent_attention``. ``tile`` stands in for the tuned one, for measuring."""
     from sparkchat.kernels.latent_attention import MOST_SPANS, SPAN, WINDOW_SPANS, latent_spans
+    from sparkchat.kernels.latent_attention.many import launch_attend_rows
 
     num_rows, heads, size = out.shape
     is_exact = cache.dtype == torch.float32
@@ -319,17 +366,24 @@ def launch_latent_attention(
         raise ValueError(
             f"the workspace of {tuple(workspace.mixed.shape)} has no room for {num_rows} rows of {spans} spans"
         )
-    of_heads = max(tile.least_heads, min(tile.heads, power_of_two(heads)))
+    scale, most_heads = size**-0.5 * _LOG2E, power_of_two(heads)
     cut = {"SPAN": tile.span or SPAN, "WINDOWS": WINDOW_SPANS, "MOST": MOST_SPANS}
+    if num_rows >= tile.many_rows:
+        runs_at_once = num_rows * -(-heads // tile.heads) <= _MULTIPROCESSORS
+        launch_attend_rows(
+            q, cache, rows, positions, first_seen, ends, rope, sinks, out, shape, chosen, scale,
+            heads=max(16, min(tile.heads if runs_at_once else tile.many_heads, most_heads)), warps=tile.warps,
+            stages=tile.many_stages, BLOCK=tile.keys, EXACT=is_exact, **cut,
+        )  # fmt: skip
+        return
+    of_heads = max(16, min(tile.heads, most_heads))
     launch(
         _attend_latents, (num_rows, -(-heads // of_heads), spans),
         q, cache, rows, positions, first_seen, ends, rope, rows if chosen is None else chosen, workspace.mixed,
         workspace.stats, q.stride(0) if q.dim() == 3 else 0, q.stride(-2), cache.stride(0), cache.stride(1),
-        shape.first_slot, shape.ring, size**-0.5 * _LOG2E, shape.eps,
+        shape.first_slot, shape.ring, scale, shape.eps,
         HEADS=heads, SIZE=size, ROPE=shape.rope_dim, PARTS=1 if q.dim() == 2 else q.shape[0], RATIO=shape.ratio,
         TOPK=shape.topk, SPANS=room, TILE=of_heads, BLOCK=tile.keys,
-        # Where entries are chosen, what is loaded depends on a load: the pipeline needs a second stage for each.
-        STAGES=2 * tile.stages - 1 if shape.topk else tile.stages,
         EXACT=is_exact, **cut, num_warps=tile.warps,
     )  # fmt: skip
     pairs = min(_PAIRS, size // 2)
