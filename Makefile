@@ -12,7 +12,7 @@ chat: $(INSTALLED)
 test: $(INSTALLED)
 	@.venv/bin/python -c 'import triton' 2>/dev/null || .venv/bin/python -m pip install -qq 'triton==3.6.0' \
 		|| echo "no triton 3.6.0 for this machine: tests/kernels is skipped" >&2
-	@OMP_NUM_THREADS=1 .venv/bin/python -m pytest -q -n 2
+	@OMP_NUM_THREADS=1 .venv/bin/python -m pytest -q -n 2 --dist worksteal
 
 lint: $(INSTALLED)
 	@.venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/lint-imports

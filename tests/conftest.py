@@ -20,6 +20,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 # Set before torch is imported anywhere, and inherited by every process a test starts.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Every process that a test starts would compile our sources again, half a second each.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # A runner that was started in the background ignores these, and what it starts would as well.
 if threading.current_thread() is threading.main_thread():
     for number in (signal.SIGINT, signal.SIGHUP):
@@ -34,6 +36,8 @@ os.environ.setdefault(
 )
 
 from fixtures.surroundings import DEAD_SERVERS, USER_FOLDERS
+
+sys.dont_write_bytecode = False
 
 LOOPBACK = {"127.0.0.1", "::1", "localhost"}
 

@@ -66,7 +66,7 @@ def test_every_width_equals_plain_decoding_over_several_windows(
 ) -> None:
     folder = folder_of(kind)
     chosen = [(MODES[(n + len(kind)) % 3], width) for n, width in enumerate(WIDTHS[kind])]
-    assert_equal(runner(folder, folder), chosen, random_prompts(2, 100), 300)
+    assert_equal(runner(folder, folder), chosen, random_prompts(2, 60), 120)
 
 
 @pytest.mark.slow
