@@ -95,7 +95,7 @@ side (models/weights.py). "half" is bf16 or fp16; fp32 works everywhere and is e
         weights called into L2 on a stream beside the one that computes.
 
     from sparkchat.kernels.gate import Routing, route
-    route(logits, routing, scale, *, bias=None, table=None, token_ids=None)
+    route(logits, routing, scale, *, bias=None, table=None, token_ids=None, arrived=None)
         logits [N, E] fp32, or partial sums [S, N, E]: small_gemm(x, gate weight, ..., epilogue="partials"). Fills
         Routing.empty(N, k, E, device): weights and chosen [N, k], experts ascending, and the lists by expert.
 
@@ -110,7 +110,11 @@ side (models/weights.py). "half" is bf16 or fp16; fp32 works everywhere and is e
     connect_streams(streams, weights, workspace, *, output, mix, merged, next_mix, norm, norm_eps, out, taken, tap)
         merges a sub-block's output (whole, partial sums [P, N, d], or a PartList of addresses: other ranks' parts)
         into the residual streams [N, S, d], and reads, balances and norms for the next one. One launch up to 32 rows,
-        whose programs wait for each other (at most 128), two beyond: the same bits.
+        whose programs wait for each other, two beyond: the same bits.
+
+    from sparkchat.kernels.row_places import RowPlaces, place_rows
+    place_rows(token_ids, positions, cache_rows, ends, starts, *, window, is_block, repeats_last)
+        which request rows are of, where that begins and what they see of a window, once for all layers.
 
     from sparkchat.kernels.latent_attention import LatentShape, latent_attention, latent_workspace, write_latents
     write_latents(latents, latent_norm, positions, rows, rope, cache, shape, *, low_rank, low_rank_norm, out)
