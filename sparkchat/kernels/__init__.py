@@ -122,11 +122,13 @@ side (models/weights.py). "half" is bf16 or fp16; fp32 works everywhere and is e
     latent_attention(q, cache, rows, positions, first_seen, ends, rope, sinks, out, workspace, shape, *, context,
                      chosen=None)
         q as projected, whole or partial sums; window, entries and sinks in one softmax; outputs turned back. Two
-        launches: spans of keys, then their fold. ``context`` bounds the positions: it decides how many programs start.
+        launches: spans of keys, then their fold; for many rows one, with the same bits. ``context`` bounds the
+        positions: it decides how many programs start.
 
     from sparkchat.kernels.compressor import Pool, PoolShape, compress_rows
-    compress_rows(pools, positions, rows, starts, span_starts, rope, shape)
-        one or two compressors of a layer: keeps every row in its ring, writes the entries that close.
+    compress_rows(pools, positions, rows, starts, span_starts, rope, shape, *, written=None)
+        one or two compressors of a layer: keeps every row in its ring, writes the entries that close; with ``written``
+        (LatentRows) does what write_latents does in the same launch.
 
     from sparkchat.kernels.indexer import IndexShape, choose_entries, index_scores_of
     choose_entries(q, weights, keys, positions, rows, starts, rope, scores, chosen, shape, *, context, most_per_request,
