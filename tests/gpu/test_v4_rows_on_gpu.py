@@ -66,7 +66,7 @@ def streams_call(rows: int) -> tuple[dict[str, Any], Any]:
     }, weights
 
 
-@pytest.mark.parametrize("rows", [1, 6, 33, 384])
+@pytest.mark.parametrize("rows", [1, 6, 20, 33, 384])
 def test_streams(rows: int) -> None:
     from sparkchat.kernels.hyper import hyper_workspace
     from sparkchat.kernels.hyper.kernel import launch_connect_streams
