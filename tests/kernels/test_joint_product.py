@@ -32,13 +32,13 @@ def run(product: JointProduct, x: torch.Tensor, is_rounded: bool = False, by_ker
     return out, plain[..., : product.whole_from], whole
 
 
-@pytest.mark.parametrize(("rows", "plain", "whole_from"), [(1, 136, 128), (6, 128, None), (17, 80, 64)])
+@pytest.mark.parametrize(("rows", "plain", "whole_from"), [(6, 128, None), (17, 80, 64)])
 @pytest.mark.parametrize("is_rounded", [False, True])
 def test_against_the_reference(
     rows: int, plain: int, whole_from: int | None, is_rounded: bool, device: torch.device
 ) -> None:
-    product = product_of(64, plain, 1024, device, whole_from)
-    x = torch.randn(rows, 1024, device=device, dtype=half(device))
+    product = product_of(32, plain, 512, device, whole_from)
+    x = torch.randn(rows, 512, device=device, dtype=half(device))
     for got, want in zip(run(product, x, is_rounded), run(product, x, is_rounded, by_kernel=False), strict=True):
         torch.testing.assert_close(got, want, atol=3e-3, rtol=3e-3)
     # Those that are added up can be again: the count of who has come is as it was.
