@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -63,6 +65,8 @@ class Acceptance:
 
     def on_host(self) -> Acceptance:
         """The same in host memory: one wait for the device here instead of one for every number read."""
+        if self.accepted_len.device.type == "cpu":
+            return self
         return Acceptance(*(getattr(self, field.name).cpu() for field in fields(self)))
 
 
@@ -214,37 +218,30 @@ def accept_sparse(
     """As ``accept``, by the processor's kernels; ``uniforms`` are ``u_accept`` and ``u_next``."""
     from sparkchat.kernels.cpu.laws import accept_drafts
 
-    def whole(values: Sequence[int] | Tensor) -> Tensor:
-        return torch.as_tensor(values, dtype=torch.int64).contiguous()
-
-    starts, lens = whole(row_start), whole(verify_len)
-    count, nothing = len(starts), torch.empty((len(starts), 0, 0))
-    ids = torch.empty((count, 0), dtype=torch.int64) if proposal is None else proposal.ids.contiguous()
-    drafted = torch.zeros_like(lens) if proposal is None else whole(proposal.lens)
-    probs, index, support = nothing, ids, nothing.long()
-    if proposal is not None:
+    starts, lens = _array(row_start, np.int64), _array(verify_len, np.int64)
+    count, limits = len(starts), lens if cap is None else _array(cap, np.int64)
+    if proposal is None:
+        ids, drafted = np.empty((count, 0), np.int64), np.zeros(count, np.int64)
+        probs, index, support = np.empty((count, 0, 0), np.float32), ids, np.empty((count, 0, 0), np.int64)
+    else:
         assert proposal.probs is not None and proposal.draft_index is not None and proposal.draft_to_target is not None
-        probs, index, support = proposal.probs, proposal.draft_index, proposal.draft_to_target
-    limits = lens if cap is None else whole(cap)
-    u_accept, u_next = (u.to(torch.float64).contiguous() for u in uniforms)
-    if u_next.dim() == 1:
-        u_next = u_next[:, None].expand(count, ids.shape[1] + 1).contiguous()
-    is_greedy = torch.zeros(count, dtype=torch.bool) if greedy is None else torch.as_tensor(greedy, dtype=torch.bool)
-    argmax = torch.zeros(p.shape[0], dtype=torch.int64) if target_argmax is None else target_argmax
-    out = torch.empty((count, 3), dtype=torch.int64)
-    seen = torch.full((2, *ids.shape), torch.nan, dtype=torch.float64)
-    given = (
-        p.contiguous(),
-        starts,
-        lens,
-        limits,
-        ids,
-        drafted,
-        probs.contiguous(),
-        index.contiguous(),
-        support.contiguous(),
-    )
-    rest = (u_accept, u_next, is_greedy.contiguous(), argmax.contiguous())
-    accept_drafts(*(t.numpy() for t in (*given, *rest)), RESIDUAL_FLOOR, out.numpy(), seen.numpy())
-    taken, full, next_ids = out.unbind(1)
-    return Acceptance(taken, full, next_ids, taken == torch.minimum(lens, limits), full > taken, seen[0], seen[1])
+        ids, drafted = _array(proposal.ids, np.int64), _array(proposal.lens, np.int64)
+        probs, index = _array(proposal.probs, np.float32), _array(proposal.draft_index, np.int64)
+        support = _array(proposal.draft_to_target, np.int64)
+    u_accept, u_next = (_array(u, np.float64) for u in uniforms)
+    if u_next.ndim == 1:
+        u_next = np.repeat(u_next[:, None], ids.shape[1] + 1, axis=1)
+    is_greedy = np.zeros(count, bool) if greedy is None else _array(greedy, bool)
+    argmax = np.zeros(len(p), np.int64) if target_argmax is None else _array(target_argmax, np.int64)
+    out, seen = np.empty((count, 3), np.int64), np.full((2, *ids.shape), np.nan)
+    given = (_array(p, np.float32), starts, lens, limits, ids, drafted, probs, index, support, u_accept, u_next)
+    accept_drafts(*given, is_greedy, argmax, RESIDUAL_FLOOR, out, seen)
+    taken, full, next_ids = torch.from_numpy(out).unbind(1)
+    ends = torch.from_numpy(np.minimum(lens, limits))
+    p_draft, p_target = torch.from_numpy(seen)
+    return Acceptance(taken, full, next_ids, taken == ends, full > taken, p_draft, p_target)
+
+
+def _array(values: Sequence[Any] | Tensor, kind: Any) -> np.ndarray:
+    """As a kernel takes it."""
+    return np.ascontiguousarray(values.numpy() if isinstance(values, Tensor) else values, kind)

@@ -73,6 +73,24 @@ def corrected_survival(confidence_logits: Tensor, corrections: Sequence[Correcti
     return torch.sigmoid(logits).cumprod(dim=1)
 
 
+def survival_of(logits: Sequence[float], correction: Correction | None) -> list[float]:
+    """As ``corrected_survival`` of one row on the host; a confidence that is no number admits nothing."""
+    alive, found = 1.0, []
+    for k, logit in enumerate(logits):
+        value = logit if correction is None else logit / correction.temperatures[k] + correction.shifts[k]
+        alive *= _sigmoid(value)
+        found.append(alive)
+    return found
+
+
+def _sigmoid(value: float) -> float:
+    if value >= 0.0:
+        return 1.0 / (1.0 + math.exp(-value))
+    # Of what is no number nothing is left either.
+    grown = math.exp(value) if value < 0.0 else 0.0
+    return grown / (1.0 + grown)
+
+
 def _numbers(confidence_logits: Tensor) -> Tensor:
     logits = confidence_logits.double()
     if bool(torch.isnan(logits).any()):

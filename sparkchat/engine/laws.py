@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from sparkchat.engine import sampling
 from sparkchat.engine.draft_temperature import draft_temperatures
+from sparkchat.engine.filters import filter_law
 from sparkchat.engine.request import RequestState
 from sparkchat.errors import UsageError
 
@@ -46,6 +48,9 @@ def target_laws(
     Row ``row_starts[r] + i`` of request r stands behind its first i drafts. A request whose first row is not of
     numbers, or whose settings leave no token, ends with an error; rows that are none become uniform.
     """
+    law = _plain_laws(logits, states, row_starts)
+    if law is not None:
+        return TargetRows(logits, law, None, (False,) * len(states))
     damaged_from: dict[int, int] = {}
     bad = ~sampling.row_peaks(logits).isfinite()
     if bool(bad.any()):
@@ -68,6 +73,34 @@ def target_laws(
         law = _laws(logits, states, [last - first for first, last in pairwise(row_starts)])
     argmax = sampling.argmax_ids(logits) if any(is_greedy) else None
     return TargetRows(logits, law, argmax, is_greedy, damaged_from)
+
+
+def _plain_laws(logits: Tensor, states: Sequence[RequestState], row_starts: Sequence[int]) -> Tensor | None:
+    """The laws of requests that draw by temperature, top-p and min-p alone, in one call; None for all others, and where
+    a row is not of numbers."""
+    if not all(_is_plain(state) for state in states) or not sampling.has_kernels(logits):
+        return None
+    from sparkchat.kernels.cpu.laws import make_laws
+
+    settings = [state.sampling for state in states]
+    counts = [last - first for first, last in pairwise(row_starts)]
+    temperatures = np.array([s.temperature for s, n in zip(settings, counts, strict=True) for _ in range(n)])
+    law = torch.empty(logits.shape)
+    logits = logits.contiguous()
+    if not make_laws(logits.numpy(), temperatures, law.numpy()):
+        return None
+    for s, first, last in zip(settings, row_starts, row_starts[1:], strict=False):
+        if s.top_p < 1.0 or s.min_p > 0.0:
+            for row in law[first:last].numpy():
+                filter_law(row, s.top_p, s.min_p)
+    return law
+
+
+def _is_plain(state: RequestState) -> bool:
+    """Whether logits become the law by temperature, top-p and min-p alone."""
+    s = state.sampling
+    is_shaped = s.repetition_penalty != 1.0 or s.presence_penalty or s.frequency_penalty or s.logit_bias
+    return not (state.is_greedy or is_shaped or s.top_k > 0 or s.min_tokens > len(state.delivered))
 
 
 def draw_next(rows: TargetRows, uniforms: Tensor) -> list[int]:

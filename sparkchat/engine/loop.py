@@ -16,7 +16,7 @@ from torch import Tensor
 from sparkchat.engine import rng
 from sparkchat.engine.acceptance import Acceptance, accept
 from sparkchat.engine.batch import pack_rows
-from sparkchat.engine.calibration import corrected_survival
+from sparkchat.engine.calibration import survival_of
 from sparkchat.engine.correction import correction_of, learn, refined_record
 from sparkchat.engine.drafting import Draft, propose
 from sparkchat.engine.lagged_lengths import choose_lagged
@@ -76,10 +76,9 @@ def _calibrate(draft: Draft | None, corrections: Sequence[Correction | None]) ->
     """Survival a_k of every draft: the running product of calibrated confidences."""
     if draft is None:
         return [[] for _ in corrections]
-    logits = draft.proposal.confidence_logit
+    rows = zip(draft.proposal.confidence_logit.tolist(), draft.proposal.lens.tolist(), corrections, strict=True)
     # A confidence is advice: one that is no number admits nothing, and harms no token.
-    values = corrected_survival(logits.masked_fill(logits.isnan(), -torch.inf), corrections).tolist()
-    return [row[:length] for row, length in zip(values, draft.proposal.lens.tolist(), strict=True)]
+    return [survival_of(logits[:length], correction) for logits, length, correction in rows]
 
 
 def _verify(
@@ -130,11 +129,10 @@ def _accept(
         caps = torch.tensor(ends)
     accepted = accept(
         target.law,
-        torch.tensor(starts[:-1]),
-        torch.tensor([chosen.verify_len for chosen in lengths]),
+        starts[:-1],
+        [chosen.verify_len for chosen in lengths],
         None if draft is None else draft.proposal,
-        rng.uniforms(seeds, rounds, 0, width, rng.ACCEPT),
-        rng.uniforms(seeds, rounds, 0, width + 1, rng.NEXT),
+        *rng.acceptance_uniforms(seeds, rounds, width),
         caps,
         greedy=target.is_greedy,
         target_argmax=target.argmax,

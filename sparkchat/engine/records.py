@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from sparkchat.engine.acceptance import Acceptance
@@ -76,7 +77,9 @@ def outcome_of(
     def rank() -> int:
         assert draft is not None
         logits = target.logits[starts[row] + full]
-        return int((logits > logits[int(draft.proposal.ids[row, full])]).sum()) + 1
+        is_above = logits > logits[int(draft.proposal.ids[row, full])]
+        # NumPy counts a vocabulary an order of magnitude faster than torch does on a CPU.
+        return int(np.count_nonzero(is_above.numpy()) if is_above.device.type == "cpu" else is_above.sum()) + 1
 
     return RowOutcome(
         draft_ids=[] if draft is None else draft.proposal.ids[row, :draft_len].tolist(),

@@ -65,6 +65,20 @@ def uniforms(seeds: Sequence[int], rounds: Sequence[int], slot0: int, n: int, ki
     return torch.from_numpy(values.reshape(num_requests, n))
 
 
+def acceptance_uniforms(seeds: Sequence[int], rounds: Sequence[int], width: int) -> tuple[Tensor, Tensor]:
+    """``[R, width]`` of ACCEPT and ``[R, width + 1]`` of NEXT, from slot 0 on."""
+    if not cpu.is_loaded():
+        return uniforms(seeds, rounds, 0, width, ACCEPT), uniforms(seeds, rounds, 0, width + 1, NEXT)
+    from sparkchat.kernels.cpu.philox import fill_uniforms
+
+    keys = np.array((seeds, rounds), np.uint64)
+    out = np.empty((2, len(seeds), width + 1))
+    for kind, values in zip((ACCEPT, NEXT), out, strict=True):
+        fill_uniforms(keys[0], keys[1], 0, np.uint64(int(kind)), values)
+    both = torch.from_numpy(out)
+    return both[0, :, :width], both[1]
+
+
 def _philox(multiplied: np.ndarray, xored: np.ndarray, key: np.ndarray) -> np.ndarray:
     """Words 0 and 2 of every output block ``[2, n]``, from words 0 and 2, words 1 and 3, and the key."""
     for round_key in (key + _WEYL) & _MASK:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from sparkchat.models.attention import SpanAttention
 from sparkchat.models.linear import Linear, make_lanes
+from sparkchat.models.native import unpacked_rows
 from sparkchat.models.quant import GroupedWeight, Weight
 from sparkchat.models.rows import RowAttention
 from sparkchat.models.shape import DecoderShape
@@ -56,7 +57,7 @@ class Embedding:
     def __call__(self, token_ids: Tensor) -> Tensor:
         """[N] -> [N, d]"""
         if isinstance(self._table, GroupedWeight):
-            return self._table.rows(token_ids).dense()
+            return unpacked_rows(self._table, token_ids)
         return self._table[token_ids].float()
 
     def damaged_ids(self) -> frozenset[int]:

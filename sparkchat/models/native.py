@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from sparkchat.models.rope import RopeTable
 
 _LANES = 16
+_NO_SHIFT = torch.empty((0, 0))
 
 
 class LaneLinear:
@@ -156,6 +157,20 @@ def span_rows(spans: Sequence[Span], *, is_block: bool = False) -> Rows:
         ends += [span.end] * span.count if is_block else range(span.start + 1, span.end + 1)
         cache_rows += [span.cache_row] * span.count
     return Rows(np.array((positions, ends, cache_rows), np.int64), max(span.end for span in spans))
+
+
+def unpacked_rows(weight: GroupedWeight, index: Tensor) -> Tensor:
+    """Rows ``index`` [n] of a weight on the CPU as float32 [n, in]."""
+    kinds = (torch.uint8, torch.int8)
+    if not cpu.is_loaded() or weight.codes.dtype not in kinds or not weight.codes.is_contiguous():
+        return weight.rows(index).dense()
+    from sparkchat.kernels.cpu.codes import unpack_rows
+
+    out = torch.empty((index.shape[0], weight.shape[1]))
+    shift = _NO_SHIFT if weight.shift is None else weight.shift
+    tables = (weight.codes, weight.scale.contiguous(), shift.contiguous(), index.contiguous(), out)
+    unpack_rows(*(t.numpy() for t in tables))
+    return out
 
 
 def run_parts(*parts: Part) -> None:

@@ -170,3 +170,49 @@ def test_random_numbers_are_those_of_numpy(monkeypatch: pytest.MonkeyPatch) -> N
         ours = rng.uniforms(seeds, rounds, 2, 9, kind)
         monkeypatch.setattr(cpu, "is_loaded", lambda: False)
         assert torch.equal(ours, rng.uniforms(seeds, rounds, 2, 9, kind))
+
+
+def test_laws_of_a_step_are_those_of_its_rows() -> None:
+    """Requests that draw by temperature, top-p and min-p alone take one call; the others do not, with the same bits."""
+    from sparkchat.engine import laws
+    from sparkchat.engine.output import SilentOutput
+    from sparkchat.engine.request import RequestState
+    from sparkchat.params import GenerateRequest, SamplingParams
+
+    def state(**settings: float) -> RequestState:
+        request = GenerateRequest(id="a", prompt="", sampling=SamplingParams(**settings))  # type: ignore[arg-type]
+        return RequestState(request, (1,), 3, 99, 1, SilentOutput(), sampling.TokenHistory([1]))
+
+    states = [state(temperature=0.7), state(temperature=1.2, top_p=0.8), state(temperature=0.9, min_p=0.1)]
+    logits, starts = 4 * random(6, 5003), [0, 3, 4, 6]
+    found = laws.target_laws(logits.clone(), states, starts, [[5, 6], [], [7]])
+    assert found.law is not None and not found.damaged_from
+    more = torch.cat([logits, random(1, 5003)])
+    mixed = laws.target_laws(more, [*states, state(temperature=0.0)], [*starts, 7], [[5, 6], [], [7], []])
+    assert mixed.law is not None and torch.equal(mixed.law[:6], found.law)
+    broken = logits.clone()
+    broken[2, 40] = float("nan")
+    damaged = laws.target_laws(broken, states, starts, [[5, 6], [], [7]])
+    assert damaged.damaged_from == {0: 2} and not any(s.is_finished for s in states)
+    assert damaged.law is not None and torch.equal(damaged.law[3:], found.law[3:])
+
+
+def test_uniforms_of_a_step_are_those_of_their_streams() -> None:
+    seeds, rounds = [5, 2**63 + 11], [7, 2**40]
+    accept_u, next_u = rng.acceptance_uniforms(seeds, rounds, 3)
+    assert torch.equal(accept_u, rng.uniforms(seeds, rounds, 0, 3, rng.ACCEPT))
+    assert torch.equal(next_u, rng.uniforms(seeds, rounds, 0, 4, rng.NEXT))
+
+
+@pytest.mark.parametrize("is_4bit", [True, False])
+def test_rows_of_codes_are_unpacked_as_torch_does(is_4bit: bool) -> None:
+    from sparkchat.models.native import unpacked_rows
+    from sparkchat.models.quant import GroupedWeight
+
+    numbers = torch.Generator().manual_seed(1)
+    codes = torch.randint(0, 16, (50, 96), generator=numbers).to(torch.uint8 if is_4bit else torch.int8)
+    weight = GroupedWeight(codes, random(50, 3), random(50, 3, seed=2) if is_4bit else None)
+    index = torch.tensor([3, 49, 3, 0])
+    import sparkchat.kernels.cpu.team  # noqa: F401
+
+    assert torch.equal(unpacked_rows(weight, index), weight.rows(index).dense())

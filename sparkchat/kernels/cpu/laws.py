@@ -94,6 +94,21 @@ def soften(logits, peak, temperature, law):
         law[i] *= factor
 
 
+@njit("boolean(float32[:, ::1], float64[::1], float32[:, ::1])", nogil=True, cache=True)
+def make_laws(logits, temperatures, laws):
+    """laws [n, V] = softmax(logits / temperature) of every row, temperatures [n] above 0.
+
+    Returns whether all rows are of numbers; where one is not, laws are left unfinished.
+    """
+    peaks = np.empty(logits.shape[0], np.float32)
+    find_peaks(logits, peaks)
+    for row in range(logits.shape[0]):
+        if not np.isfinite(peaks[row]):
+            return False
+        soften(logits[row], peaks[row], np.float32(temperatures[row]), laws[row])
+    return True
+
+
 @njit(nogil=True)
 def _sum(weights):
     """float64 sum of [V], as ``_draw`` counts it."""
