@@ -15,6 +15,7 @@ from kernel_inputs import Case, Maker, Run
 from torch import Tensor
 
 from sparkchat.kernels.compressor import Pool, PoolShape
+from sparkchat.kernels.compressor.kernel import Tile as PoolTile
 from sparkchat.kernels.compressor.kernel import launch_compress_rows
 from sparkchat.kernels.hyper import HyperWorkspace, StreamWeights, hyper_workspace
 from sparkchat.kernels.hyper.kernel import launch_connect_streams
@@ -178,7 +179,8 @@ def pool_cases(make: Maker) -> Iterator[Case]:
         name = f"/{ratio} {requests}x{rows} rows"
         for what, beside in (("entries", None), ("entries and latents", _latent_rows(make, total, ratio, requests))):
             run = partial(_compress, fixed=(*fixed, beside))
-            yield Case(f"v4 {what} {name}", each, 1, {**both(run), "8 warps": partial(run, warps=8)})
+            pooled = {f"{t} tokens, {w} warps": partial(run, tile=PoolTile(t, w)) for t, w in ((8, 4), (8, 8), (16, 8))}
+            yield Case(f"v4 {what} {name}", each, 1, {**both(run), **pooled})
 
 
 def _latent_rows(make: Maker, rows: int, ratio: int, requests: int) -> LatentRows:
@@ -188,8 +190,8 @@ def _latent_rows(make: Maker, rows: int, ratio: int, requests: int) -> LatentRow
     return LatentRows(product[..., 1024:], norms[0], cache, shape, low, norms[1], make.half(rows, 1024))
 
 
-def _compress(_: int, fixed: tuple, **named: int) -> None:
-    launch_compress_rows(*fixed, **named)
+def _compress(_: int, fixed: tuple, tile: PoolTile | None = None) -> None:
+    launch_compress_rows(*fixed, tile)
 
 
 SCORE_TILES = {

@@ -2,13 +2,14 @@
 
 Beside them two more may do what a launch of their own would for the row's latent and low rank.
 
-Tokens are pooled eight at a time, with the softmax of every channel carried along; the order does not depend on which
+Tokens are pooled a few at a time, with the softmax of every channel carried along; the order does not depend on which
 of them came in this pass.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import triton
@@ -23,9 +24,19 @@ if TYPE_CHECKING:
     from sparkchat.kernels.compressor import Pool, PoolShape
     from sparkchat.kernels.latent_attention import LatentRows
 
-_TOKENS = 8
-_WARPS = 4
-"""Four take the 512 channels of a latent side by side, so that each keeps all tokens of a channel to itself."""
+
+@dataclass(frozen=True)
+class Tile:
+    """How an entry is pooled."""
+
+    tokens: int
+    """Pooled at a time"""
+    warps: int
+
+
+SPARSE_TILE, HEAVY_TILE = Tile(8, 4), Tile(16, 8)
+"""Of overlapping entries of few tokens, all at once: four warps take the 512 channels of a latent side by side, so that
+each keeps all tokens of a channel. And of entries of many tokens, as much as a program can have on its way."""
 _NO_SIZES = {"SIZE": 0, "LATENT_PARTS": 1, "LATENT_BLOCK": 0, "LOW": 0, "LOW_BLOCK": 1, "LOW_PARTS": 1}
 
 
@@ -190,14 +201,15 @@ def launch_compress_rows(
     rope: Tensor,
     shape: PoolShape,
     written: LatentRows | None = None,
-    warps: int = _WARPS,
+    tile: Tile | None = None,
 ) -> None:
-    """See ``compress_rows``. ``warps`` stands in for the tuned number, for measuring."""
+    """See ``compress_rows``. ``tile`` stands in for the tuned one, for measuring."""
     from sparkchat.kernels.compressor.reference import INDEX_BLOCK
 
+    tile = tile or (SPARSE_TILE if shape.overlaps else HEAVY_TILE)
     check_flat(positions, rows, starts, span_starts, rope)
     for pool in pools:
-        _check(pool, shape)
+        _check(pool, shape, tile)
     first, second = pools[0], pools[-1]
     sizes = _sizes_of(first, shape)
     for name, value in _sizes_of(second, shape).items():
@@ -208,9 +220,9 @@ def launch_compress_rows(
         _compress_rows, (positions.shape[0], programs),
         positions, rows, starts, span_starts, rope, starts.shape[0] - 1, shape.eps, *_arguments_of(first),
         *_arguments_of(second), *latents,
-        RATIO=shape.ratio, OVERLAPS=shape.overlaps, ROPE=shape.rope_dim, TOKENS=_TOKENS,
+        RATIO=shape.ratio, OVERLAPS=shape.overlaps, ROPE=shape.rope_dim, TOKENS=tile.tokens,
         INDEX_BLOCK=min(INDEX_BLOCK, second.norm.shape[0]),
-        **sizes, **latent_sizes, num_warps=warps,
+        **sizes, **latent_sizes, num_warps=tile.warps,
     )  # fmt: skip
 
 
@@ -237,11 +249,11 @@ def _sizes_of(pool: Pool, shape: PoolShape) -> dict[str, int]:
     }
 
 
-def _check(pool: Pool, shape: PoolShape) -> None:
+def _check(pool: Pool, shape: PoolShape, tile: Tile) -> None:
     width = pool.norm.shape[0]
     if width != power_of_two(width) or shape.rope_dim > width:
         raise ValueError(f"no kernel for entries of {width} dimensions of which {shape.rope_dim} are turned")
-    if shape.overlaps and 2 * shape.ratio > _TOKENS:
+    if shape.overlaps and 2 * shape.ratio > tile.tokens:
         raise ValueError(f"no kernel for overlapping entries of {shape.ratio} tokens")
     if pool.kv.stride() != pool.scores.stride() or pool.kv.stride(-1) != 1 or pool.entries.stride(2) != 1:
         raise ValueError("values and scores must be laid out alike, and flat in their last dimension as entries are")
