@@ -7,7 +7,7 @@ Plans that win are written into sparkchat/kernels/{fp8,experts}/plan.py by hand;
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -194,47 +194,34 @@ def expert_cases(make: Maker) -> Iterator[Case]:
         if make.is_real:
             space.inner.normal_()
         first, second = bytes_of(routings, make)
+        first_run, second_run = gate_up(layer, x, routings, space), down(layer, routings, space)
+        first_plan, second_plan = gate_up_plan(2 * WIDTH, D, rows), down_plan(D, WIDTH, rows)
         for name, size, used, steps, run in (
-            (
-                "gate and up",
-                first,
-                replace(gate_up_plan(2 * WIDTH, D), next_items=0),
-                D // STEP,
-                gate_up(layer, x, routings, space),
-            ),
-            ("down", second, down_plan(D, WIDTH), WIDTH // STEP, down(layer, routings, space)),
+            ("gate and up", first, first_plan, D // STEP, first_run),
+            ("down", second, second_plan, WIDTH // STEP, second_run),
         ):
             plans = tried_for_experts(used, steps) if rows in (1, 6, 64) else [used]
             variants = {named(p): run(p) for p in plans}
             yield Case(f"experts {name} {rows} rows", size, len(routings), variants)
-        yield Case(
-            f"experts, both {rows} rows", first + second, len(routings), dict(both_launches(layer, x, routings, space))
-        )
+        both = both_launches(first_run(first_plan), second_run(second_plan))
+        yield Case(f"experts, both {rows} rows", first + second, len(routings), both)
 
 
-def both_launches(layer: Layer, x: Tensor, routings: list[Routing], space: ExpertBuffers) -> Iterator[tuple[str, Run]]:
-    """What gate and up may do for down shows here alone."""
-    used = gate_up_plan(2 * WIDTH, D)
-    for next_items in dict.fromkeys((used.next_items, 0, 2, 4, 8, 16)):
-        first = gate_up(layer, x, routings, space)(replace(used, next_items=next_items))
-        second = down(layer, routings, space)(down_plan(D, WIDTH))
+def both_launches(first: Run, second: Run) -> dict[str, Run]:
+    def run(i: int) -> None:
+        first(i)
+        second(i)
 
-        def run(i: int, first: Run = first, second: Run = second) -> None:
-            first(i)
-            second(i)
+    def overlapped(i: int) -> None:
+        with overlap():
+            run(i)
 
-        def overlapped(i: int, run: Run = run) -> None:
-            with overlap():
-                run(i)
-
-        yield f"next {next_items}", run
-        yield f"next {next_items} overlapped", overlapped
+    return {"used": run, "overlapped": overlapped}
 
 
 def named(plan: ExpertPlan) -> str:
-    words = [f"split {plan.split} pairs {plan.pairs} warps {plan.warps} stages {plan.stages}"]
-    words += [name for name, is_so in (("calls", plan.calls), ("early", not plan.is_late)) if is_so]
-    return " ".join(words)
+    cut = f"split {plan.split} pairs {plan.pairs} warps {plan.warps} stages {plan.stages}, {plan.shared_stages}"
+    return cut if plan.is_late else f"{cut} early"
 
 
 def gate_up(layer: Layer, x: Tensor, routings: list[Routing], space: ExpertBuffers) -> Callable[[ExpertPlan], Run]:

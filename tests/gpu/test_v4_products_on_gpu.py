@@ -273,10 +273,10 @@ def test_how_experts_are_cut_changes_no_bit_where_the_parts_are_the_same(layer) 
 
     x, logits = normal(6, D), torch.randn(6, EXPERTS, device=CUDA) * 2
     parts, inner, routing = mixed(x, layer, logits)
-    first, second = gate_up_plan(2 * WIDTH, D), down_plan(D, WIDTH)
+    first, second = gate_up_plan(2 * WIDTH, D, 6), down_plan(D, WIDTH, 6)
     for pairs, warps in ((1, 2), (2, 2), (4, 4)):
         again = [torch.full_like(t, float("nan")) for t in (inner, parts)]
-        cut = {"pairs": pairs, "warps": max(warps, first.split), "calls": pairs != 2, "stages": 2 + pairs % 3}
+        cut = {"pairs": pairs, "warps": max(warps, first.split), "stages": 2 + pairs % 3}
         launch_gate_up(x, layer, routing, again[0], LIMIT, False, replace(first, **cut))
         launch_down(inner, layer, routing, again[1], False, replace(second, **{**cut, "warps": min(warps, pairs)}))
         assert torch.equal(again[0], inner) and torch.equal(again[1], parts)

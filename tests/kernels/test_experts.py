@@ -82,8 +82,8 @@ def both(
     run_experts_reference(x, weights, routing, want.inner, want.parts, LIMIT, is_rounded)
     got.inner.fill_(NAN)
     got.parts.fill_(NAN)
-    # A program has at least two pairs of tiles.
-    with first_programs(1, x.device):
+    # Of few rows a program of gate and up has one pair of tiles, one of down has two.
+    with first_programs(2, x.device):
         launch_gate_up(x, weights, routing, got.inner, LIMIT, is_rounded)
     with first_programs(1, x.device):
         launch_down(want.inner, weights, routing, got.parts, is_rounded)

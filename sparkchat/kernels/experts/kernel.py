@@ -6,7 +6,7 @@ that the grid is that of the worst case and no number is read by the host. Every
 in what is written, so nothing is added in memory and nothing depends on who comes first.
 
 A program's way to its first codes is one load long: which expert it is; everything else about its rows is asked for
-meanwhile. What it can be called to do besides is to bring codes into L2 that will be wanted soon.
+meanwhile. Calling all of a program's codes into L2 at its start made it slower (benchmarks/results).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from sparkchat.kernels.experts.weights import TiledExperts
 from sparkchat.kernels.gate.routing import Routing
 from sparkchat.kernels.launch import launch, power_of_two, wait
 from sparkchat.kernels.tiles.packing import OUTS, STEP
-from sparkchat.kernels.tiles.product import call_ahead, call_bytes, fp4_pairs, fp8_pairs
+from sparkchat.kernels.tiles.product import call_ahead, fp4_pairs, fp8_pairs
 
 
 @triton.jit
@@ -34,26 +34,6 @@ def _chosen_rows(expert, first, counts_ptr, lists_ptr, list_size, at):
 
 
 @triton.jit
-def _call_steps(codes_ptr, scales_ptr, begin, STEPS: tl.constexpr, WARPS: tl.constexpr):
-    """Call the codes and scales of so many steps of a pair of tiles into L2."""
-    call_bytes(codes_ptr + begin * 2048, STEPS * 2048, WARPS)
-    call_bytes(scales_ptr + begin * 128, STEPS * 128, WARPS)
-
-
-@triton.jit
-def _call_item(
-    part, item, shared_items, items_ptr, codes_ptr, scales_ptr, shared_codes, STEPS: tl.constexpr, PARTS: tl.constexpr,
-    WARPS: tl.constexpr,
-):  # fmt: skip
-    """Call a part of PARTS of an item into L2; an item has STEPS steps of pairs."""
-    if item < shared_items:
-        call_ahead(shared_codes + part.to(tl.int64) * (STEPS // PARTS * 4096), STEPS // PARTS, WARPS)
-    else:
-        expert = tl.load(items_ptr + item - shared_items) & 0xFFFF
-        _call_steps(codes_ptr, scales_ptr, expert.to(tl.int64) * STEPS + part * (STEPS // PARTS), STEPS // PARTS, WARPS)
-
-
-@triton.jit
 def _activate(gate, up, limit):
     """silu(gate) * up, gate clamped above, up on both sides; what is no number stays none."""
     gate = tl.where(gate > limit, limit, gate)
@@ -61,18 +41,18 @@ def _activate(gate, up, limit):
     return gate / (1.0 + tl.exp(-gate)) * up
 
 
-@triton.jit(do_not_specialize=["num_rows", "list_size", "shared_items", "most_items", "next_items"])
+@triton.jit(do_not_specialize=["num_rows", "list_size", "shared_items", "most_items"])
 def _gate_up(
     x_ptr, codes_ptr, scales_ptr, shared_codes, shared_scales, items_ptr, counts_ptr, lists_ptr, weights_ptr, inner_ptr,
-    down_codes, down_scales, down_shared, num_rows, list_size, shared_items, most_items, next_items, x_stride, limit,
+    num_rows, list_size, shared_items, most_items, x_stride, limit,
     PER_ROW: tl.constexpr, TILES: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr,
     SPLIT: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr, SHARED_STAGES: tl.constexpr, LATE: tl.constexpr,
-    CALLS: tl.constexpr, DOWN_STEPS: tl.constexpr, ROUND: tl.constexpr, PDL: tl.constexpr,
+    ROUND: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # A pair of tiles is one of gate and one of up. Row n of part s lies at s * ROWS + n.
     tile, item = tl.program_id(0) * PAIRS, tl.program_id(1)
     at, out_at = tl.arange(0, SPLIT * ROWS) % ROWS, tl.arange(0, ROWS)
-    if PDL or CALLS:  # noqa: SIM102 - one is decided when compiling, the other when running
+    if PDL:  # noqa: SIM102 - one is decided when compiling, the other when running
         # Which experts are hit is not known yet; the shared one always is.
         if item < shared_items:
             call_ahead(shared_codes + tile.to(tl.int64) * (STEPS * 4096), PAIRS * STEPS, WARPS)
@@ -96,8 +76,6 @@ def _gate_up(
     else:
         expert, first = word & 0xFFFF, word >> 16
         begin = (expert.to(tl.int64) * TILES + tile) * STEPS
-        if CALLS:
-            _call_steps(codes_ptr, scales_ptr, begin, PAIRS * STEPS, WARPS)
         is_row, choice = _chosen_rows(expert, first, counts_ptr, lists_ptr, list_size, at)
         is_out, to = _chosen_rows(expert, first, counts_ptr, lists_ptr, list_size, out_at)
         weight = tl.load(weights_ptr + to, mask=is_out, other=0.0)
@@ -106,13 +84,6 @@ def _gate_up(
             scales_ptr + begin * 128, STEPS, ROWS, PAIRS, SPLIT, STAGES, LATE, ROUND,
         )  # fmt: skip
         value = _activate(gate, up, limit) * weight[None, None, :]
-    # What is read last is what the next launch reads first.
-    later = items - 1 - item
-    if later < next_items:
-        _call_item(
-            tl.program_id(0), later, shared_items, items_ptr, down_codes, down_scales, down_shared, DOWN_STEPS,
-            TILES // PAIRS, WARPS,
-        )  # fmt: skip
     out_tile = tile + tl.arange(0, PAIRS)[:, None, None]
     out = inner_ptr + to[None, None, :].to(tl.int64) * (TILES * 16) + out_tile * 16 + tl.arange(0, 16)[None, :, None]
     tl.store(out, value.to(inner_ptr.dtype.element_ty), mask=is_out[None, None, :])
@@ -124,7 +95,7 @@ def _down(
     num_rows, list_size, shared_items, most_items,
     PER_ROW: tl.constexpr, TILES: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr,
     SPLIT: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr, SHARED_STAGES: tl.constexpr, LATE: tl.constexpr,
-    CALLS: tl.constexpr, ROUND: tl.constexpr, PDL: tl.constexpr,
+    ROUND: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     tile, item = tl.program_id(0) * PAIRS, tl.program_id(1)
     at, out_at = tl.arange(0, SPLIT * ROWS) % ROWS, tl.arange(0, ROWS)
@@ -132,12 +103,9 @@ def _down(
     word = tl.load(items_ptr + tl.minimum(tl.maximum(item - shared_items, 0), most_items - 1))
     if item >= shared_items + tl.load(counts_ptr):
         return
-    if PDL or CALLS:
+    if PDL:  # noqa: SIM102
         if item < shared_items:
             call_ahead(shared_codes + tile.to(tl.int64) * (STEPS * 4096), PAIRS * STEPS, WARPS)
-        else:
-            ahead = ((word & 0xFFFF).to(tl.int64) * TILES + tile) * STEPS
-            _call_steps(codes_ptr, scales_ptr, ahead, PAIRS * STEPS, WARPS)
     wait(PDL)
     if item < shared_items:
         row, to_row = item * ROWS + at, item * ROWS + out_at
@@ -187,18 +155,17 @@ def launch_gate_up(
 ) -> None:
     """inner [N * k + N, width] = what the down projections multiply: every choice's, then the shared expert's rows."""
     (rows, per_row), experts, (both, size) = routing.weights.shape, weights.count, weights.shared_gate_up.shape
-    plan, tile, tiles = plan or gate_up_plan(both, size), row_tile(rows), both // (2 * OUTS)
+    plan, tile, tiles = plan or gate_up_plan(both, size, rows), row_tile(rows), both // (2 * OUTS)
     bank, shared, shared_items = weights.gate_up, weights.shared_gate_up, -(-rows // tile)
     most = most_items(rows, per_row, experts)
     launch(
         _gate_up, (tiles // plan.pairs, shared_items + most),
         x, bank.tiles, bank.scales, shared.tiles, shared.scales,
         routing.items, routing.counts, routing.lists, routing.weights, inner,
-        weights.down.tiles, weights.down.scales, weights.shared_down.tiles,
-        rows, routing.lists.shape[1], shared_items, most, plan.next_items, x.stride(0), limit,
+        rows, routing.lists.shape[1], shared_items, most, x.stride(0), limit,
         PER_ROW=per_row, TILES=tiles, STEPS=size // STEP, ROWS=tile, PAIRS=plan.pairs, SPLIT=plan.split,
-        WARPS=plan.warps, STAGES=plan.stages, SHARED_STAGES=plan.shared_stages, LATE=plan.is_late, CALLS=plan.calls,
-        DOWN_STEPS=both // (2 * STEP) * (size // (2 * OUTS)), ROUND=is_rounded,
+        WARPS=plan.warps, STAGES=plan.stages, SHARED_STAGES=plan.shared_stages, LATE=plan.is_late,
+        ROUND=is_rounded,
         num_warps=plan.warps, num_stages=plan.stages,
     )  # fmt: skip
 
@@ -213,7 +180,7 @@ def launch_down(
 ) -> None:
     """parts [k + 1, N, d] = every choice's output, experts ascending, then the shared one's."""
     (rows, per_row), experts, (size, width) = routing.weights.shape, weights.count, weights.shared_down.shape
-    plan, tile, tiles = plan or down_plan(size, width), row_tile(rows), size // (2 * OUTS)
+    plan, tile, tiles = plan or down_plan(size, width, rows), row_tile(rows), size // (2 * OUTS)
     bank, shared, shared_items = weights.down, weights.shared_down, -(-rows // tile)
     most = most_items(rows, per_row, experts)
     launch(
@@ -221,7 +188,7 @@ def launch_down(
         inner, bank.tiles, bank.scales, shared.tiles, shared.scales,
         routing.items, routing.counts, routing.lists, parts, rows, routing.lists.shape[1], shared_items, most,
         PER_ROW=per_row, TILES=tiles, STEPS=width // STEP, ROWS=tile, PAIRS=plan.pairs, SPLIT=plan.split,
-        WARPS=plan.warps, STAGES=plan.stages, SHARED_STAGES=plan.shared_stages, LATE=plan.is_late, CALLS=plan.calls,
+        WARPS=plan.warps, STAGES=plan.stages, SHARED_STAGES=plan.shared_stages, LATE=plan.is_late,
         ROUND=is_rounded, num_warps=plan.warps, num_stages=plan.stages,
     )  # fmt: skip
 

@@ -1,7 +1,7 @@
 """How the products with a layer's experts are cut and run.
 
-``split``, ``pairs`` and ``is_late`` decide in what order an output is summed and follow from the weight's shape alone;
-the rest is speed.
+``split`` and ``is_late`` decide in what order an output is summed and follow from the weight's shape alone; the rest is
+speed and may follow from the number of rows.
 """
 
 from __future__ import annotations
@@ -32,42 +32,52 @@ class ExpertPlan:
     """The same for the expert of all rows, whose codes are twice as long."""
     is_late: bool = True
     """Whether factors of blocks are multiplied in after the product with a block, not into its codes."""
-    calls: bool = False
-    """Whether a program calls all its codes into L2 before it looks up its rows."""
-    next_items: int = 0
-    """Gate and up: of how many items the codes of down are called into L2 by the programs that come last."""
 
 
-def gate_up_plan(out: int, size: int) -> ExpertPlan:
-    """The plan of gate and up of all experts, [out, size] each."""
-    return replace(down_plan(out, size), next_items=NEXT_ITEMS)
+def gate_up_plan(out: int, size: int, rows: int) -> ExpertPlan:
+    """The plan of gate and up of all experts, [out, size] each, for so many rows of the batch."""
+    return _fitted(_of_rows(GATE_UP, rows), out, size)
 
 
-def down_plan(out: int, size: int) -> ExpertPlan:
+def down_plan(out: int, size: int, rows: int) -> ExpertPlan:
     """The plan of down of all experts, [out, size] each."""
+    return _fitted(_of_rows(DOWN, rows), out, size)
+
+
+GATE_UP = ((1, ExpertPlan(2, 1, 2, 6, 4)), (16, ExpertPlan(2, 1, 2, 3)), (None, ExpertPlan(2, 2, 4, 3)))
+DOWN = ((1, ExpertPlan(1, 2, 2, 6, 4)), (16, ExpertPlan(1, 4, 4, 3)), (None, ExpertPlan(1, 4, 2, 3)))
+"""Up to how many rows which plan, one ``split`` each. One row is few programs, which must ask for more at a time: what
+the shared expert's take for each turn of their loop is then the time of the launch.
+benchmarks/results/2026-11-30-v4-experts.md"""
+
+
+def _of_rows(plans: tuple[tuple[int | None, ExpertPlan], ...], rows: int) -> ExpertPlan:
+    return next(plan for most, plan in plans if most is None or rows <= most)
+
+
+def _fitted(plan: ExpertPlan, out: int, size: int) -> ExpertPlan:
+    """The plan for a weight with less of pairs and steps than a large model's."""
     steps, pairs = size // STEP, out // (2 * OUTS)
-    split = min(2 if steps >= LONG else 1, 1 << (steps.bit_length() - 1))
-    many = min(4 // split, pairs & -pairs)
-    return ExpertPlan(split, many, split * many, 3, calls=True)
-
-
-NEXT_ITEMS = 8
-"""Of down's codes: 2.1 MB each on a rank of two. Between two launches that much is not read."""
-LONG = 16
-"""Steps from which on the inputs are cut in parts."""
+    split, many = min(plan.split, 1 << (steps.bit_length() - 1)), min(plan.pairs, pairs & -pairs)
+    return replace(plan, split=split, pairs=many, warps=min(plan.warps, split * many))
 
 
 def tried(used: ExpertPlan, steps: int) -> list[ExpertPlan]:
     """Plans worth timing for experts with inputs of so many steps, the one in use first."""
-    plans = [used, replace(used, calls=False), replace(used, is_late=False), replace(used, stages=4)]
-    for split, pairs, warps, stages in CUTS_OF_LONG if steps >= LONG else CUTS_OF_SHORT:
-        cut = replace(used, split=split, pairs=pairs, warps=warps, stages=stages)
-        plans += [cut, replace(cut, calls=False)]
-    return list(dict.fromkeys(plans))
+    cuts = CUTS_OF_LONG if steps >= 16 else CUTS_OF_SHORT
+    plans = [replace(used, split=s, pairs=p, warps=w, stages=d) for s, p, w, d in cuts]
+    deeper = [replace(used, shared_stages=stages) for stages in (2, 3, 4)]
+    return list(dict.fromkeys([used, replace(used, is_late=False), *deeper, *plans]))
 
 
-CUTS_OF_LONG = ((4, 1, 4, 3), (2, 2, 4, 3), (2, 4, 4, 3), (2, 1, 2, 3), (2, 2, 2, 3), (1, 4, 4, 4))
-CUTS_OF_SHORT = ((1, 4, 4, 3), (1, 4, 2, 3), (1, 2, 2, 3), (1, 8, 4, 3), (2, 2, 4, 3), (2, 4, 4, 3))
+CUTS_OF_LONG = (
+    (2, 1, 2, 3), (2, 1, 2, 4), (2, 1, 2, 5), (2, 1, 2, 6), (2, 2, 4, 3), (2, 2, 4, 4), (2, 2, 4, 6), (2, 2, 2, 4),
+    (4, 1, 4, 3), (4, 1, 4, 4), (4, 1, 4, 5), (4, 2, 8, 3),
+)  # fmt: skip
+CUTS_OF_SHORT = (
+    (1, 4, 4, 3), (1, 4, 4, 4), (1, 4, 4, 6), (1, 2, 2, 3), (1, 2, 2, 4), (1, 2, 2, 6), (1, 4, 2, 3), (1, 1, 1, 6),
+    (2, 2, 4, 3), (2, 1, 2, 4), (2, 4, 8, 3),
+)  # fmt: skip
 """Split, pairs, warps, stages that are timed for weights of many and of few inputs."""
 
 

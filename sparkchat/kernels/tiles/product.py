@@ -204,15 +204,9 @@ def round_e4m3(x):
 @triton.jit
 def call_ahead(codes, STEPS: tl.constexpr, WARPS: tl.constexpr):
     """Call the fp8 codes of STEPS steps into L2, each warp its share."""
-    call_bytes(codes, STEPS * 4096, WARPS)
-
-
-@triton.jit
-def call_bytes(codes, BYTES: tl.constexpr, WARPS: tl.constexpr):
-    """Call BYTES into L2, a multiple of 16 for every warp, each warp its share; less than that is left alone."""
-    if not INTERPRETED and BYTES >= 16 * WARPS:
+    if not INTERPRETED:
         thread = tl.arange(0, WARPS * 32)
-        EACH: tl.constexpr = BYTES // WARPS
+        EACH: tl.constexpr = STEPS * 4096 // WARPS
         # The instruction takes its address from the warp, so that of every lane alike it would take 32 turns.
         tl.inline_asm_elementwise(
             _CALL_ASM, "=r,l,r,r", [(codes + thread // 32 * EACH).to(tl.uint64), EACH, thread % 32],
