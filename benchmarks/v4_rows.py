@@ -94,8 +94,7 @@ TILES = {
     "a program a row": replace(HALF_TILE, many_rows=1),
     "a program a row, 16 heads": replace(HALF_TILE, many_rows=1, many_heads=16),
     "a program a row, stages 3": replace(HALF_TILE, many_rows=1, many_stages=3),
-    "4 warps": replace(HALF_TILE, warps=4),
-    "32 heads": replace(HALF_TILE, heads=32),
+    "a program a span, keys after queries": replace(HALF_TILE, many_rows=1 << 30, reads_ahead=False),
     "spans of 32": replace(HALF_TILE, keys=32, warps=4, span=32),
 }
 CONTEXTS = ((1, 2200, 1), (1, 2200, 6), (1, 65536, 6), (16, 2200, 4), (16, 2200, 1))

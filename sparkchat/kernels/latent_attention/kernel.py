@@ -41,6 +41,8 @@ class Tile:
     warps: int
     span: int = 0
     """Keys of the shortest spans; 0: SPAN"""
+    reads_ahead: bool = True
+    """Whether a program that takes one span asks for its keys before it turns its queries."""
     many_heads: int = 32
     """Heads of a program that takes all keys of a row, where programs of ``heads`` do not all run at once"""
     many_stages: int = 2
@@ -231,7 +233,7 @@ def _attend_latents(
     part_stride, row_stride, cache_stride, slot_stride, first_slot, ring, scale, eps,
     HEADS: tl.constexpr, SIZE: tl.constexpr, ROPE: tl.constexpr, PARTS: tl.constexpr, RATIO: tl.constexpr,
     TOPK: tl.constexpr, SPANS: tl.constexpr, SPAN: tl.constexpr, WINDOWS: tl.constexpr, MOST: tl.constexpr,
-    TILE: tl.constexpr, BLOCK: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr,
+    TILE: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     span = tl.program_id(2)
@@ -260,22 +262,30 @@ def _attend_latents(
         start = tl.where(is_window, start, (span - WINDOWS) * size)
         stop = tl.where(is_window, stop, tl.minimum(start + size, count))
     if start < stop:
-        key = start + tl.arange(0, BLOCK)
-        # Keys come while queries are turned, and each tile while the one before it is multiplied.
-        latents = load_tile(
-            base, chosen_ptr, key, stop, is_window, is_chosen, lap, first_slot, ring, slot_stride, SIZE, RATIO, TOPK
-        )  # fmt: skip
+        if AHEAD:
+            # Keys come while queries are turned, and each tile while the one before it is multiplied.
+            latents = load_tile(
+                base, chosen_ptr, start + tl.arange(0, BLOCK), stop, is_window, is_chosen, lap, first_slot, ring,
+                slot_stride, SIZE, RATIO, TOPK,
+            )  # fmt: skip
         unit = q * tl.rsqrt(tl.sum(q * q, axis=1) / SIZE + eps)[:, None]
         turned = turn_queries(unit, rope_ptr, position, TILE, SIZE, ROPE).to(cache_ptr.dtype.element_ty)
         top = tl.full((TILE,), float("-inf"), tl.float32)
         total = tl.zeros((TILE,), tl.float32)
         mixed = tl.zeros((TILE, SIZE), tl.float32)
         for first in range(start, stop, BLOCK):
-            key, here = first + tl.arange(0, BLOCK), latents
-            if first + BLOCK < stop:
-                latents = load_tile(
-                    base, chosen_ptr, key + BLOCK, stop, is_window, is_chosen, lap, first_slot, ring, slot_stride,
-                    SIZE, RATIO, TOPK,
+            key = first + tl.arange(0, BLOCK)
+            if AHEAD:
+                here = latents
+                if first + BLOCK < stop:
+                    latents = load_tile(
+                        base, chosen_ptr, key + BLOCK, stop, is_window, is_chosen, lap, first_slot, ring, slot_stride,
+                        SIZE, RATIO, TOPK,
+                    )  # fmt: skip
+            else:
+                here = load_tile(
+                    base, chosen_ptr, key, stop, is_window, is_chosen, lap, first_slot, ring, slot_stride, SIZE, RATIO,
+                    TOPK,
                 )  # fmt: skip
             top, total, mixed = attend_tile(turned, here, key < stop, top, total, mixed, scale, EXACT)
         is_head = heads < HEADS
@@ -384,7 +394,7 @@ def launch_latent_attention(
         shape.first_slot, shape.ring, scale, shape.eps,
         HEADS=heads, SIZE=size, ROPE=shape.rope_dim, PARTS=1 if q.dim() == 2 else q.shape[0], RATIO=shape.ratio,
         TOPK=shape.topk, SPANS=room, TILE=of_heads, BLOCK=tile.keys,
-        EXACT=is_exact, **cut, num_warps=tile.warps,
+        AHEAD=tile.reads_ahead, EXACT=is_exact, **cut, num_warps=tile.warps,
     )  # fmt: skip
     pairs = min(_PAIRS, size // 2)
     launch(
