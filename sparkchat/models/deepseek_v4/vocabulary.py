@@ -80,7 +80,7 @@ class VocabularyHead:
     def for_drafts(self) -> VocabularyHead:
         """What drafters multiply by: this head in 8 bits, in memory of its own, or itself (see ``DRAFT_TABLES``)."""
         weight = getattr(self._part, "weight", None)
-        if not isinstance(weight, Tensor) or not rounds_drafts(weight):
+        if not isinstance(weight, Tensor) or not rounds_drafts(weight.device, self.dtype):
             return self
         rounded = rounded_head(weight)
         # One rank keeps what it makes in float32; several send each other half of it.
@@ -105,14 +105,14 @@ class VocabularyHead:
         return self._part.weight.shape[0]  # type: ignore[attr-defined]
 
 
-def rounds_drafts(weight: Tensor) -> bool:
-    """Whether a drafter takes ``weight`` in 8 bits."""
-    return has_kernels(weight.device, weight.dtype) and os.environ.get(DRAFT_TABLES) != "stored"
+def rounds_drafts(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a drafter takes in 8 bits what it multiplies inputs of ``dtype`` by."""
+    return has_kernels(device, dtype) and os.environ.get(DRAFT_TABLES) != "stored"
 
 
 def rows_for_drafts(rows: Tensor) -> Tensor | RoundedRows:
     """W2 of a sequential head as its kernel reads it."""
-    return RoundedRows.of(rows) if rounds_drafts(rows) else rows
+    return RoundedRows.of(rows) if rounds_drafts(rows.device, rows.dtype) else rows
 
 
 def rounded_head(weight: Tensor) -> TiledFp8 | None:

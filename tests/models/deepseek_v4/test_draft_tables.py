@@ -36,7 +36,11 @@ def test_a_head_in_8_bits_is_within_its_rounding(monkeypatch: pytest.MonkeyPatch
 def test_it_is_taken_where_kernels_are_and_unless_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     head, rows = VocabularyHead(PlainLinear(torch.randn(64, 128), None), ALONE), torch.randn(64, 16)
     assert head.for_drafts() is head and rows_for_drafts(rows) is rows
-    monkeypatch.setattr(vocabulary, "has_kernels", lambda device, dtype: True)
+    monkeypatch.setattr(vocabulary, "has_kernels", lambda device, dtype: dtype == torch.float32)
+    # What is stored in few bits may be multiplied by inputs of more: those decide.
+    wide = PlainLinear(torch.randn(64, 128), None)
+    wide.dtype = torch.float64
+    assert (other := VocabularyHead(wide, ALONE)).for_drafts() is other
     short, x = head.for_drafts(), torch.randn(3, 128)
     assert isinstance(short._part, TiledLinear) and short(x).dtype == torch.float32
     torch.testing.assert_close(short(x), head(x), atol=2.0, rtol=0.1)
