@@ -1,5 +1,6 @@
 """What a training run is made of: frozen settings, resolved once before anything is loaded."""
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -85,8 +86,10 @@ class Recipe:
                 raise UsageError(f"loss temperature {temperature}, penalty {penalty}: both must be in (0, 2]")
         if self.optimizer not in OPTIMIZERS:
             raise UsageError(f"--optimizer {self.optimizer}: choose one of {', '.join(OPTIMIZERS)}")
-        if self.minutes <= 0:
+        if not (self.minutes > 0 and math.isfinite(self.minutes)):
             raise UsageError(f"--minutes {self.minutes}: must be positive")
+        if not (self.learning_rate > 0 and math.isfinite(self.learning_rate)):
+            raise UsageError(f"--learning-rate {self.learning_rate}: must be positive")
         if not 0 <= self.short_block_share <= 1:
             raise UsageError(f"short block share {self.short_block_share}: must be in [0, 1]")
 

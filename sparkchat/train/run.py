@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 
-from sparkchat.errors import UsageError
+from sparkchat.errors import ModelNotFound, UsageError
 from sparkchat.train.chat_tokens import load_chat_tokens
-from sparkchat.train.config import DataPlan, DrafterShape, Recipe
+from sparkchat.train.config import DataPlan, DrafterShape, Recipe, tap_layers
 from sparkchat.train.data import prepare_data
 from sparkchat.train.evaluate import default_settings, evaluate
 from sparkchat.train.target import load_target
@@ -40,14 +40,29 @@ class TrainingRun:
     """A second device, on which the target goes on writing conversations while the drafter trains"""
 
 
+def _refuse_misfit(run: TrainingRun, num_layers: int, vocab_size: int) -> None:
+    """What the target cannot have, said before it has written conversations for minutes. Raises UsageError."""
+    tap_layers(num_layers, run.shape.num_taps)
+    mask = run.shape.mask_token_id
+    if mask is not None and not 0 <= mask < vocab_size:
+        raise UsageError(f"--mask-token-id {mask} is not a token of the target; give 0 to {vocab_size - 1}")
+    start = run.recipe.start_from
+    if start is not None and not (start / "model.safetensors").is_file():
+        raise ModelNotFound(f"--start-from {start} holds no model.safetensors; give the folder of a finished drafter")
+
+
 def run_training(run: TrainingRun, report: Callable[[str], None]) -> Path:
     """Trains a drafter and returns its folder; resumes with a new cycle where the folder holds a training state."""
     for flag, device in (("--device", run.device), ("--writer-device", run.writer_device or "cpu")):
         if device.startswith("cuda") and not torch.cuda.is_available():
             raise UsageError(f"{flag} {device}: this machine has no usable CUDA device; use {flag} cpu")
     dtype = torch.bfloat16 if run.device.startswith("cuda") else torch.float32
-    run.out.mkdir(parents=True, exist_ok=True)
+    try:
+        run.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--out {run.out} is no folder, and none can be made ({error.strerror})") from None
     target = load_target(run.target, device=run.device, dtype=dtype)
+    _refuse_misfit(run, target.shape.num_layers, target.shape.vocab_size)
     tokens = load_chat_tokens(run.target)
     writer = (
         background_writer(run.target, run.writer_device, run.plan, run.data) if run.writer_device else nullcontext()

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from sparkchat.cli.train import _lengths, _loss_sampling, train
-from sparkchat.errors import DamagedFile, UsageError
+from sparkchat.errors import DamagedFile, SparkchatError, UsageError
 from sparkchat.train.chat_tokens import ChatTokens
 from sparkchat.train.checkpoint import STATE_FILE
 from sparkchat.train.config import OPTIMIZERS, DataPlan, DrafterShape, Recipe
@@ -198,6 +198,33 @@ def test_settings_that_cannot_work_are_refused() -> None:
             Recipe(**bad)
     with pytest.raises(UsageError, match="block_size"):
         DrafterShape(block_size=0)
+
+
+@pytest.mark.parametrize(
+    ("shape", "start_from", "said"),
+    [
+        ({"num_taps": 30}, None, "30 taps of a target"),
+        ({"mask_token_id": 10**6}, None, "--mask-token-id 1000000 is not a token"),
+        ({}, Path("/no/drafter"), "--start-from /no/drafter holds no"),
+    ],
+)
+def test_what_does_not_fit_the_target_is_said_before_anything_is_written(
+    shape: dict[str, int], start_from: Path | None, said: str, toy_folder: Path, tmp_path: Path
+) -> None:
+    recipe = dataclasses.replace(RECIPE, start_from=start_from)
+    run = TrainingRun(
+        toy_folder,
+        tmp_path,
+        tmp_path / "data",
+        "cpu",
+        dataclasses.replace(SHAPE, **shape),
+        PLAN,
+        recipe,
+        eval_prompts=0,
+    )
+    with pytest.raises(SparkchatError, match=said):
+        run_training(run, lambda _: None)
+    assert not (tmp_path / "data").exists()
 
 
 def test_a_missing_gpu_is_said(toy_folder: Path, tmp_path: Path) -> None:
