@@ -40,6 +40,9 @@ class LaneHeads:
         """None where the kernel does not take them: it knows the vanilla head in bfloat16."""
         if device.type != "cpu" or not cpu.is_supported() or (head is not None and not _takes(head)):
             return None
+        # Compiled when it is first imported, once for a version and processor: now, and not at the first draft.
+        import sparkchat.kernels.cpu.shortlist  # noqa: F401
+
         weight, bias = (torch.empty(0), None) if confidence is None else confidence.parameters
         w1, w2 = (None, None) if head is None else (head.embedding, head.w2_rows)
         return cls(
