@@ -86,9 +86,7 @@ def test_random_weights_equal_plain_decoding_where_nearly_all_is_rejected(
 ) -> None:
     folder = folder_of("tiny")
     prompts = random_prompts(3, 70, low=2, high=510)
-    assert_equal(
-        runner(folder, folder), [("static", 5), ("compact", 5), ("static", 4), ("cap-accept", 3)], prompts, 60
-    )
+    assert_equal(runner(folder, folder), [("static", 5), ("compact", 5), ("static", 4), ("cap-accept", 3)], prompts, 60)
 
 
 def test_the_previews_block_equals_plain_decoding_and_is_accepted(
