@@ -172,8 +172,8 @@ def _takes_layers(pair: LoadedPair) -> bool:
 
 def _best_overlap(pair: LoadedPair) -> Overlap | None:
     """Small kernels start early in dense models: `off` 4.42 -> 4.23 ms, a round 5.67 -> 5.48 ms on an H200
-    (benchmarks/results/2026-11-30-gpu-decode.md). In DeepSeek V4 it is a
-    loss: 7.81 -> 8.26 ms a round on two (-v4-two-gpus.md)."""
+    (benchmarks/results/2026-11-30-gpu-decode.md). In DeepSeek V4 it is a loss: 7.81 -> 8.26 ms a round on two
+    (2026-11-30-v4-two-gpus.md)."""
     if pair.device.type != "cuda":
         return None
     from sparkchat.kernels.launch import Overlap
