@@ -125,6 +125,14 @@ class Gemma4Backbone:
         kv = [layer.keys_and_values(projected[:, i], rotations) for i, layer in enumerate(self._layers)]
         store_context(cache, spans, batch.positions, torch.stack(kv, dim=1))
 
+    def plan_context(self, features: Tensor, batch: ForwardBatch, cache: KVCache) -> None:
+        """None: no compiled kernels do this (see ``Backbone``)."""
+        return
+
+    def plan_blocks(self, batch: ForwardBatch, cache: KVCache) -> None:
+        """None, as ``plan_context``."""
+        return
+
     def run_blocks(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
         """Blocks [anchor, mask...] -> hidden [N, d] float32. The block's keys and values are not kept."""
         spans = open_spans(batch.cache_rows, batch.row_starts, cache)
