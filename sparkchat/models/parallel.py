@@ -66,7 +66,32 @@ class Group(Protocol):
         ...
 
 
-class Alone:
+class _NoSharedMemory:
+    """What a group does where ranks read nothing of each other's memory."""
+
+    def room(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(tuple(shape), dtype=dtype, device=device)
+
+    def meeting(self, room: Tensor, programs: int) -> Meeting | None:
+        return None
+
+    @property
+    def adds_parts(self) -> bool:
+        return False
+
+    def parts_of_sum(self, parts: Tensor) -> Sequence[Tensor]:
+        mine = self.room(parts.shape[1:], parts.dtype, parts.device)
+        add_up(parts, mine)
+        return self.parts(mine)
+
+    def addresses(self, parts: Sequence[Tensor]) -> Tensor:
+        return even_addresses(parts)
+
+    def parts(self, x: Tensor) -> Sequence[Tensor]:
+        raise NotImplementedError
+
+
+class Alone(_NoSharedMemory):
     """A group of one."""
 
     rank, size = 0, 1
@@ -80,24 +105,6 @@ class Alone:
     def parts(self, x: Tensor) -> Sequence[Tensor]:
         return (x,)
 
-    def room(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(tuple(shape), dtype=dtype, device=device)
-
-    def meeting(self, room: Tensor, programs: int) -> Meeting | None:
-        return None
-
-    @property
-    def adds_parts(self) -> bool:
-        return False
-
-    def parts_of_sum(self, parts: Tensor) -> Sequence[Tensor]:
-        mine = self.room(parts.shape[1:], parts.dtype, parts.device)
-        add_up(parts, mine)
-        return self.parts(mine)
-
-    def addresses(self, parts: Sequence[Tensor]) -> Tensor:
-        return even_addresses(parts)
-
     def follow_first(self, x: Tensor) -> None:
         pass
 
@@ -108,7 +115,7 @@ ALONE = Alone()
 _gather_whole = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-class ProcessGroup:
+class ProcessGroup(_NoSharedMemory):
     """A group over the processes that torch.distributed was started with."""
 
     def __init__(self) -> None:
@@ -122,24 +129,6 @@ class ProcessGroup:
 
     def parts(self, x: Tensor) -> Sequence[Tensor]:
         return self._gather(x).unbind(0)
-
-    def room(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(tuple(shape), dtype=dtype, device=device)
-
-    def meeting(self, room: Tensor, programs: int) -> Meeting | None:
-        return None
-
-    @property
-    def adds_parts(self) -> bool:
-        return False
-
-    def parts_of_sum(self, parts: Tensor) -> Sequence[Tensor]:
-        mine = self.room(parts.shape[1:], parts.dtype, parts.device)
-        add_up(parts, mine)
-        return self.parts(mine)
-
-    def addresses(self, parts: Sequence[Tensor]) -> Tensor:
-        return even_addresses(parts)
 
     def follow_first(self, x: Tensor) -> None:
         dist.broadcast(x, src=0)
