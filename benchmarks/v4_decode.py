@@ -17,6 +17,7 @@ import argparse
 import gc
 import json
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -351,6 +352,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--commit", help="what was measured; asked of git where it is not given")
     parser.add_argument("--out", type=Path, help="write the report here, again after every row")
     parser.add_argument("--tiny", action="store_true", help="a tiny model on the CPU: whether the script runs")
+    parser.add_argument("--is-part", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     parts: dict[str, Callable[[Bench], None]] = {
         "alone": alone,
@@ -369,14 +371,53 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         engine_module.build_decoder = partial(build_decoder, overlaps=Overlap(options.overlap))
     if options.rank_of and options.gpus > 1:
         parser.error("--rank-of takes one GPU; leave --gpus out")
-    lone = lone_rank(options.rank_of) if options.rank_of else nullcontext()
-    with tempfile.TemporaryDirectory() as folder, lone:
-        bench = Bench(options, Path(folder))
-        for name in chosen:
-            parts[name](bench)
-        bench.add("end", "all parts ran")
-    print(v4_table.table(bench.report))
-    return bench.report
+    if options.gpus > 1 and len(chosen) > 1:
+        report = run_apart(chosen, options)
+    else:
+        lone = lone_rank(options.rank_of) if options.rank_of else nullcontext()
+        with tempfile.TemporaryDirectory() as folder, lone:
+            bench = Bench(options, Path(folder))
+            for name in chosen:
+                parts[name](bench)
+            bench.add("end", "all parts ran")
+        report = bench.report
+    if not options.is_part:
+        print(v4_table.table(report))
+    return report
+
+
+def run_apart(parts: list[str], options: argparse.Namespace) -> dict[str, Any]:
+    """Every part in a process of its own, and their reports in one.
+
+    A process that has had ranks on GPUs cannot have a second set of them: torch keeps what symmetric memory was told of
+    the first group, by its name, and the second then waits for ranks that have ended.
+    """
+    report: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name in parts:
+            out = Path(folder) / f"{name}.json"
+            told = ["--gpus", str(options.gpus), "--parts", name, "--out", str(out), "--is-part"]
+            told += ["--overlap", options.overlap] if options.overlap else []
+            told += ["--commit", options.commit] if options.commit else []
+            told += ["--quick"] * options.quick + ["--tiny"] * options.tiny
+            began, process = time.perf_counter(), subprocess.Popen([sys.executable, __file__, *told])
+            is_running, before = True, dict(report)
+            while is_running:
+                is_running = process.poll() is None
+                if out.exists():
+                    report = joined(before, json.loads(out.read_text()))
+                    if options.out:
+                        options.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+                time.sleep(0.5 if is_running else 0.0)
+            print(f"{name}: {process.returncode}, {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
+    return report
+
+
+def joined(report: dict[str, Any], part: dict[str, Any]) -> dict[str, Any]:
+    """The report with a further part's rows."""
+    if not report:
+        return part
+    return {**report, "rows": report["rows"] + part["rows"], "seconds": report["seconds"] + part["seconds"]}
 
 
 if __name__ == "__main__":
