@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sparkchat.kernels.ahead import Lane
 from sparkchat.kernels.hyper import HyperWorkspace, hyper_workspace
 from sparkchat.kernels.indexer import IndexShape, index_scores_of
 from sparkchat.kernels.latent_attention import LatentShape, LatentWorkspace, latent_spans, latent_workspace
@@ -55,6 +54,9 @@ class RowRoom:
         spans = max(latent_spans(shape, end) for shape in self.shapes.values())
         self.latents: LatentWorkspace = latent_workspace(most_rows, num_heads, config.head_dim, spans, device)
         self.streams: HyperWorkspace = hyper_workspace(most_rows, config.hidden_size, device, config.hc_mult)
+        # A machine without a GPU may have no triton, which this import brings in.
+        from sparkchat.kernels.ahead import Lane
+
         self.ahead = Lane.of(device)
         self.scores = self.chosen = None
         if SPARSE_RATIO in cache.stores and end // SPARSE_RATIO > config.index_topk:
