@@ -46,8 +46,6 @@ def load_pair(spec: LoadSpec, progress: Progress) -> tuple[LoadedPair, TextModel
     device = resolve_device(spec.device)
     if device.type == "cpu":
         torch.set_num_threads(spec.threads or max(1, len(os.sched_getaffinity(0)) // spec.tp))
-        if spec.dtype != "float32" and cpu.is_supported() and not cpu.is_compiled():
-            _say(progress, "kernels", "compiling the decode step for this processor, once: about twenty seconds")
     if spec.tp == 1:
         return _load_pair(spec, progress, device, None)
     check_parts(Path(spec.model_path), spec.tp)
@@ -63,7 +61,9 @@ def load_pair(spec: LoadSpec, progress: Progress) -> tuple[LoadedPair, TextModel
 def _load_pair(
     spec: LoadSpec, progress: Progress, device: torch.device, team: Team | None
 ) -> tuple[LoadedPair, TextModel]:
-    _say(progress, "weights", f"loading {spec.name}")
+    # Said with each stage that compiles: on a screen the next stage takes the place of the one before.
+    first = ", compiling once (about 20 s)" if _compiles(spec, device) else ""
+    _say(progress, "weights", f"loading {spec.name}{first}")
     dtype, is_dummy = _dtype(spec.dtype, device), spec.dummy_weights
     shared_drafter: Any = None
     if team is not None:
@@ -73,7 +73,7 @@ def _load_pair(
     context = _context(spec, target.config.max_context)
     drafter, reason = None, f"{spec.name} has no drafter"
     if spec.drafter_path is not None:
-        _say(progress, "drafter", "loading the drafter")
+        _say(progress, "drafter", f"loading the drafter{first}")
         drafter = shared_drafter or load_drafter(
             Path(spec.drafter_path), target, device=device, dtype=dtype, is_dummy=is_dummy
         )
@@ -116,6 +116,11 @@ def _load_pair(
         is_lagged=device.type == "cuda" or spec.graphs is True,
     )
     return pair, text
+
+
+def _compiles(spec: LoadSpec, device: torch.device) -> bool:
+    """Whether loading compiles the decode step for this processor, as it does once on every machine."""
+    return device.type == "cpu" and spec.dtype != "float32" and cpu.is_supported() and not cpu.is_compiled()
 
 
 def describe(
