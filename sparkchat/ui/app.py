@@ -362,7 +362,7 @@ class SparkApp(App[int]):
         self.transcript.show_origins = shown
         self._choose_token(None)
         marks = "drafts plain, the target's own underlined, corrections bold; alt+left walks"
-        self.chat.flash(f"token colours on: {marks}" if shown else "token colours off")
+        self.chat.flash(marks if shown else "token colours off")
 
     def action_walk_tokens(self, by: int) -> None:
         if not self.transcript.show_origins:

@@ -12,7 +12,7 @@ from sparkchat.ui.step_log import StepRecord, first_number
 from sparkchat.ui.step_view import Row, position_mark, step_rows, strip_rows
 from sparkchat.ui.wrap import wrap
 
-KEYS = "left/right: one step  page up/down: ten  home/end: first, last  up/down: scroll  esc: close"
+KEYS = "left/right: step  page up/down: 10  home/end  up/down: scroll  esc: close"
 
 
 def inspection_rows(

@@ -206,7 +206,8 @@ def result_line(result: dict[str, Any], separator: str = "·") -> str:
     timing = result.get("timing") or {}
     tokens = (result.get("usage") or {}).get("completion_tokens")
     parts = [f"{tokens if tokens is not None else '-'} tokens", f"{number(timing.get('tokens_per_second'))} tok/s"]
-    if speculation.get("reason_off"):
+    # Of an answer whose mode changed on the way, one part has drafts all the same.
+    if speculation.get("reason_off") and not speculation.get("num_verified_draft_tokens"):
         parts.append(f"no speculation: {speculation['reason_off']}")
     else:
         parts.append(f"acceptance length {number(speculation.get('mean_acceptance_length'), 2)}")

@@ -144,7 +144,7 @@ def strip_rows(marks: Sequence[StepMark], width: int, height: int, glyphs: Glyph
     else:
         verified = [(_sparkline([mark.verify_len for mark in shown], max(levels, 1), glyphs), "dim")]
         accepted = [(_sparkline([mark.accepted for mark in shown], max(levels, 1), glyphs), "bar")]
-        legend = "verified, below accepted" if height >= 3 else "accepted"
+        legend = "verified / accepted" if height >= 3 else "accepted"
         rows = [verified, accepted] if height >= 3 else [accepted]
     title: Row = [(fit(f"last {len(shown)} steps: {legend}", width, glyphs.ellipsis), "dim")]
     return [title, *rows][:height]

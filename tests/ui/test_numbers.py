@@ -8,6 +8,7 @@ import pytest
 
 from sparkchat.ui.badge import badge_text
 from sparkchat.ui.glyphs import ASCII, UNICODE, Glyphs
+from sparkchat.ui.inspection import KEYS
 from sparkchat.ui.panel_view import number_lines, panel_rows, speed_up
 from sparkchat.ui.partial import PartialAnswer
 from sparkchat.ui.safe_text import text_width
@@ -131,6 +132,20 @@ def test_nothing_measured_is_a_dash_not_a_zero() -> None:
     assert line == "- tokens · - tok/s · acceptance length - · off · complete"
     lost = plain(panel_rows(snapshot(cap_trim=None), {}, 38, 30, UNICODE))
     assert any("lost -" in row for row in lost)
+
+
+def test_an_answer_that_was_drafted_in_part_is_not_called_undrafted() -> None:
+    counts = {"reason_off": "mode is off", "num_verified_draft_tokens": 129, "mean_acceptance_length": 1.07}
+    result = {"usage": {}, "speculation": counts, "timing": {}, "mode": "off", "finish_reason": "stop"}
+    assert "acceptance length 1.07" in result_line(result)
+    counts |= {"num_verified_draft_tokens": 0, "mean_acceptance_length": 1.0}
+    assert "no speculation: mode is off" in result_line(result)
+
+
+def test_what_a_screen_of_80_columns_has_to_say_fits_it() -> None:
+    title = plain(strip_rows([StepMark(5, 1, "static")] * 99, 38, 5, UNICODE))[0]
+    assert title.startswith("last 38 steps: verified / accepted")
+    assert text_width(KEYS) <= 74
 
 
 def test_finish_reason_in_words() -> None:

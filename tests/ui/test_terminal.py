@@ -194,7 +194,7 @@ def test_wide_and_right_to_left_text_moves_no_border() -> None:
         program.send(WIDE.split("\n")[3] + "\r")
         program.shows("complete")
         program.send("\x1bOR")
-        program.shows("token colours on")
+        program.shows("corrections bold")
         program.read(0.2)
         rows = [program.screen.buffer[y] for y in range(40)]
         backgrounds = [[row[x].bg for x in (0, 68, 69, 70, 71, 109)] for row in rows[1:37]]
