@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sparkchat.models.attention import Span, SpanAttention, open_spans
 from sparkchat.models.base import ForwardBatch, ModelConfig
-from sparkchat.models.fused import MOST_SMALL_ROWS, FusedStack, product
+from sparkchat.models.fused import FusedStack, product
 from sparkchat.models.kv_cache import KVCache
 from sparkchat.models.layers import DecoderLayer, Embedding, RMSNorm, spread_rotations
 from sparkchat.models.linear import Linear, PlainLinear, make_lanes
@@ -221,7 +221,7 @@ class DenseModel:
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
-        if self.fused is not None and hidden.shape[0] <= MOST_SMALL_ROWS and isinstance(self.head, PlainLinear):
+        if self.fused is not None and isinstance(self.head, PlainLinear):
             return product(hidden.to(self.head.dtype), self.head, out_dtype=torch.float32)
         return self.head(hidden.to(self.head.dtype)).float()
 

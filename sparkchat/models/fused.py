@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from sparkchat.kernels.activation import silu_mul
 from sparkchat.kernels.attention import attention_workspace, decode_attention
 from sparkchat.kernels.gemm import gemm_splits, small_gemm
 from sparkchat.kernels.norm import add_rms_norm
@@ -33,10 +33,15 @@ def product(x: Tensor, linear: PlainLinear, epilogue: str = "none", out_dtype: t
     weight = linear.weight
     count, size = x.shape[0], weight.shape[0]
     if count > MOST_SMALL_ROWS:
+        if out_dtype is torch.float32:
+            out = torch.empty((count, size), dtype=out_dtype, device=x.device)
+            linear.write_floats(x, out)
+            return out
         y = linear(x)
         if epilogue == "silu_mul":
-            gate, up = y.chunk(2, dim=1)
-            return F.silu(gate) * up
+            out = torch.empty((count, size // 2), dtype=y.dtype, device=x.device)
+            silu_mul(y, out)
+            return out
         return y if out_dtype is None else y.to(out_dtype)
     if epilogue == "partials":
         shape: tuple[int, ...] = (gemm_splits(weight), count, size)

@@ -47,6 +47,13 @@ class PlainLinear:
     def __call__(self, x: Tensor, is_long: bool = False) -> Tensor:
         return F.linear(x, self.weight, self.bias)
 
+    def write_floats(self, x: Tensor, out: Tensor) -> None:
+        """out [n, out] float32 = x W^T + b; on a GPU as it was added up, without being rounded to ``dtype`` first."""
+        if x.is_cuda and self.scales is None and self.bias is None and self.dtype != torch.float32:
+            torch.mm(x, self.weight.t(), out_dtype=torch.float32, out=out)
+        else:
+            out.copy_(self(x))
+
 
 class Fp8Linear(PlainLinear):
     """Float8 codes with one float32 scale for each block of 128 x 128: half the bytes of bf16 on a GPU.

@@ -23,6 +23,7 @@ from triton.backends.compiler import GPUTarget
 from sparkchat.engine.captured.state import Block, Records, Seats, StepInputs
 from sparkchat.kernels.accept import AcceptBuffers
 from sparkchat.kernels.accept.kernel import launch_accept_block
+from sparkchat.kernels.activation.kernel import launch_silu_mul
 from sparkchat.kernels.attention import attention_workspace
 from sparkchat.kernels.attention.kernel import EXACT_TILE, HALF_TILE, launch_decode_attention
 from sparkchat.kernels.gemm import gemm_splits
@@ -95,7 +96,12 @@ def rope() -> None:
     table, pages = torch.zeros(1024, 128), torch.zeros(4, 8, dtype=torch.int32)
     launch_write_qkv(torch.zeros(4, 8, 6144), positions, rows, table, cache, q, torch.ones(40, 128), 1e-6, None)
     launch_write_qkv(torch.zeros(8, 6144, dtype=HALF), positions, rows, table, cache, q, None, 0.0, pages)
-    context = torch.zeros(5, 4, 16, 1024, 128, dtype=HALF)
+    rows, positions, q = torch.zeros(256, dtype=torch.int32), torch.zeros(256, dtype=torch.int64), q.repeat(32, 1, 1)
+    launch_write_qkv(
+        torch.zeros(256, 6144, dtype=HALF), positions, rows, table, cache, q, torch.ones(40, 128), 1e-6, None
+    )
+    launch_silu_mul(torch.zeros(256, 24576, dtype=HALF), torch.zeros(256, 12288, dtype=HALF))
+    context, rows, positions = torch.zeros(5, 4, 16, 1024, 128, dtype=HALF), rows[:8], positions[:8]
     launch_write_context(torch.zeros(2, 8, 10240), positions, rows, table, context, torch.ones(5, 8, 128), 1e-6)
 
 

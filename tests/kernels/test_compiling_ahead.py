@@ -22,7 +22,8 @@ def test_all_kernels_compile(tmp_path: Path) -> None:
     assert {line.split()[0] for line in lines} == {
         "_add_bias", "_add_rms_norm", "_attend", "_count_bins", "_draw_draft", "_draw_next", "_enter_block",
         "_enter_rows", "_find_laws", "_join_spans", "_judge", "_limit", "_list_near", "_place_rows", "_plan", "_settle",
-        "_small_gemm", "_test_drafts", "_weigh_rest", "_write_qkv", "block_statistics",
+        "_silu_mul", "_small_gemm", "_test_drafts", "_weigh_rest", "_write_qkv", "_write_qkv_groups",
+        "block_statistics",
     }  # fmt: skip
     # The search for thresholds keeps a few numbers in memory, of which it needs one between two passes.
     few = {"_find_laws": 64, "_draw_draft": 64}

@@ -98,7 +98,7 @@ class FusedStep(CapturedStep):
                 hidden.to(linear.dtype), linear.weight, base.view(count * g, -1), scales=linear.scales, bias=linear.bias
             )
         else:
-            base.view(count * g, -1).copy_(weights.base(hidden.to(weights.base.dtype)))
+            weights.base.write_floats(hidden.to(weights.base.dtype), base.view(count * g, -1))
         # Simulated chances take the place of confidences; where rows entered by a kernel, it wrote both.
         markov_block(
             base,

@@ -1,12 +1,77 @@
-"""Split, normalise, rotate, store: one program per row and head."""
+"""Split, normalise, rotate, store: one program per row and head, or per row and several heads where rows are many."""
 
 from __future__ import annotations
+
+import math
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from sparkchat.kernels.launch import launch, reads_ahead, wait
+
+MANY_ROWS = 32
+"""From here on a program takes several heads: a program for each is more than the card holds at a time."""
+_MOST_GROUPED = 8
+
+
+@triton.jit
+def _load_pairs(qkv_ptr, GROUP: tl.constexpr, DIM: tl.constexpr):
+    # [GROUP, DIM/2] twice, from GROUP heads side by side: the numbers of a pair lie next to each other.
+    at = tl.arange(0, GROUP)[:, None] * DIM + tl.arange(0, DIM)[None, :]
+    return tl.split(tl.reshape(tl.load(qkv_ptr + at).to(tl.float32), (GROUP, DIM // 2, 2)))
+
+
+@triton.jit
+def _write_qkv_groups(
+    qkv_ptr, positions_ptr, rows_ptr, rope_ptr, norm_ptr, cache_ptr, pages_ptr, q_ptr,
+    qkv_stride, part_stride, layer_stride, page_stride, head_stride, slot_stride, pages_stride, capacity, page_size,
+    eps,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PARTS: tl.constexpr, HAS_NORM: tl.constexpr,
+    PAGED: tl.constexpr, GROUP: tl.constexpr, SETTLED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    # As _write_qkv for GROUP heads, all of them queries, keys or values.
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * GROUP
+    layer = tl.program_id(2)
+    qkv_ptr += layer * (HEADS + 2 * KV_HEADS) * DIM + row * qkv_stride + head * DIM
+    norm_ptr += layer * (HEADS + KV_HEADS) * DIM + head * DIM
+    cache_ptr += layer.to(tl.int64) * layer_stride
+    if not SETTLED:
+        wait(PDL)
+    position = tl.load(positions_ptr + row).to(tl.int64)
+    cache_row = tl.load(rows_ptr + row).to(tl.int64)
+    angles = tl.load(rope_ptr + position * DIM + tl.arange(0, DIM))
+    cos, sin = tl.split(tl.reshape(angles, (DIM // 2, 2)))
+    if SETTLED:
+        wait(PDL)
+    left, right = _load_pairs(qkv_ptr, GROUP, DIM)
+    for part in tl.static_range(1, PARTS):
+        more_left, more_right = _load_pairs(qkv_ptr + part * part_stride, GROUP, DIM)
+        left += more_left
+        right += more_right
+    if head < HEADS + KV_HEADS:
+        if HAS_NORM:
+            scale = tl.rsqrt(tl.sum(left * left + right * right, axis=1) / DIM + eps)[:, None]
+            weight_left, weight_right = _load_pairs(norm_ptr, GROUP, DIM)
+            left = left * scale * weight_left
+            right = right * scale * weight_right
+        turned = left * cos[None, :] - right * sin[None, :]
+        right = left * sin[None, :] + right * cos[None, :]
+        left = turned
+    both = tl.reshape(tl.join(left, right), (GROUP, DIM))
+    nth, dim = tl.arange(0, GROUP)[:, None], tl.arange(0, DIM)[None, :]
+    if head < HEADS:
+        tl.store(q_ptr + (row * HEADS + head + nth) * DIM + dim, both.to(q_ptr.dtype.element_ty))
+    else:
+        if cache_row >= 0:
+            slot = position % capacity
+            page = cache_row
+            if PAGED:
+                page = tl.load(pages_ptr + cache_row * pages_stride + slot // page_size).to(tl.int64)
+                slot = slot % page_size
+            out = cache_ptr + page * page_stride + slot * slot_stride + (head - HEADS + nth) * head_stride + dim
+            tl.store(out, both.to(cache_ptr.dtype.element_ty))
 
 
 @triton.jit
@@ -112,13 +177,15 @@ def _launch(
     """cache [layers, pages, 2K, slots, D]; q is not touched with 0 heads."""
     layers, kv_heads, page_size = cache.shape[0], cache.shape[2] // 2, cache.shape[3]
     parts = 1 if qkv.dim() == 2 else qkv.shape[0]
+    group = math.gcd(math.gcd(heads, kv_heads), _MOST_GROUPED) if num_rows >= MANY_ROWS else 1
+    kernel, grouped, warps = (_write_qkv, {}, 1) if group == 1 else (_write_qkv_groups, {"GROUP": group}, 2)
     launch(
-        _write_qkv, (num_rows, heads + 2 * kv_heads, layers),
+        kernel, (num_rows, (heads + 2 * kv_heads) // group, layers),
         qkv, positions, rows, rope, rope if norm is None else norm, cache, rows if pages is None else pages, q,
         qkv.stride(-2), qkv.stride(0) if parts > 1 else 0,
         cache.stride(0), cache.stride(1), cache.stride(2), cache.stride(3),
         0 if pages is None else pages.stride(0),
         page_size if pages is None else pages.shape[1] * page_size, page_size, eps,
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, PARTS=parts, HAS_NORM=norm is not None, PAGED=pages is not None,
-        SETTLED=reads_ahead(is_settled), num_warps=1,
+        SETTLED=reads_ahead(is_settled), num_warps=warps, **grouped,
     )  # fmt: skip
