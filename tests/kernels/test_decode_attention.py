@@ -62,14 +62,19 @@ def test_one_request(start: int, heads: int, kv_heads: int, dim: int, count: int
     torch.testing.assert_close(got, want, atol=2e-5, rtol=2e-4)
 
 
-# One program a group; a second launch.
-FOLDS = (Tile(32, 4, 1, many_groups=1), Tile(32, 4, 1, many_groups=1 << 20))
+# One program a group; a second launch the spans; a program its bundle, and a second launch the bundles.
+NEVER = 1 << 20
+FOLDS = (
+    Tile(32, 4, 1, many_groups=1),
+    Tile(32, 4, 1, many_groups=NEVER, some_groups=NEVER),
+    Tile(32, 4, 1, many_groups=NEVER, some_groups=1),
+)
 
 
 @pytest.mark.parametrize("tile", FOLDS)
 @pytest.mark.parametrize("window", [None, 100])
 def test_whoever_folds_the_spans(tile: Tile, window: int | None, device: torch.device) -> None:
-    batch = make(device, 6, 2, 16, [(0, 200, 4), (1, 0, 1), (2, 63, 2)])
+    batch = make(device, 6, 2, 16, [(0, 200, 4), (1, 0, 1), (2, 63, 2), (3, 400, 3)])
     got, want = both(batch, 4, window, tile=tile)
     torch.testing.assert_close(got, want, atol=2e-5, rtol=2e-4)
     assert torch.equal(got, both(batch, 4, window, tile=FOLDS[0])[0])
@@ -96,13 +101,13 @@ def test_long_spans(device: torch.device) -> None:
         "positions": torch.arange(start, start + 2, device=device),
         "ends": torch.arange(start, start + 2, device=device) + 1,
     }
-    outs = torch.full((3, 2, heads, dim), NAN, device=device)
+    outs = torch.full((4, 2, heads, dim), NAN, device=device)
     space = attention_workspace(2, heads, dim, start + 2, device)
     for out, tile in zip(outs, FOLDS, strict=False):
         launch_decode_attention(**batch, out=out, workspace=space, max_rows=2, window=None, pages=None, tile=tile)
-    decode_attention_reference(**batch, out=outs[2], window=None, pages=None)
-    torch.testing.assert_close(outs[0], outs[2], atol=2e-5, rtol=2e-4)
-    assert torch.equal(outs[0], outs[1])
+    decode_attention_reference(**batch, out=outs[3], window=None, pages=None)
+    torch.testing.assert_close(outs[0], outs[3], atol=2e-5, rtol=2e-4)
+    assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
 
 
 def test_ragged_batch_with_an_empty_request_and_padding(device: torch.device) -> None:

@@ -5,9 +5,11 @@ the position of a key alone: spans and tiles begin where positions say, tiles ha
 and what a row does not see adds zeros.
 
 Spans grow with the position as the steps of a floating point number do: 64 keys below 2048, then 16 spans to every
-doubling. So a short context has a program on every multiprocessor and a long one has few sums to fold. Who folds is
-only a matter of speed: the program itself where it reads all of a row, a second launch otherwise (a fold by the last
-program to arrive took longer at every size on an H200: benchmarks/results/2026-11-30-kernels.md).
+doubling. So a short context has a program on every multiprocessor and a long one has few sums to fold. Four spans are
+folded into a bundle, and bundles into the row. Who folds is only a matter of speed: one program all of a row where
+there are many rows; a program its bundle, and a second launch the bundles, where there are some; the second launch
+everything where there are few (a fold by the last program to arrive took longer at every size on an H200:
+benchmarks/results/2026-11-30-kernels.md).
 """
 
 from __future__ import annotations
@@ -32,10 +34,13 @@ _PROGRAMS = 528
 come first."""
 _MANY_GROUPS = 192
 """Groups (of rows and a key head) from which on one program reads everything of a group."""
+_SOME_GROUPS = 32
+"""Groups from which on one program reads a bundle: with eight rows of eight requests at 1k keys the sums of single
+spans were 18 MB to write and to read, half as much as the keys."""
 _PIECE = 64
 """Numbers of a head that one program of the second launch folds."""
-_AHEAD = 8
-"""Spans that the second launch reads at a time."""
+BUNDLE = tl.constexpr(4)
+"""Spans that are folded before what they come to is folded into a row's sums."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +54,7 @@ class Tile:
     """Depth of the pipeline of loads."""
     programs: int = _PROGRAMS
     many_groups: int = _MANY_GROUPS
+    some_groups: int = _SOME_GROUPS
 
 
 HALF_TILE, EXACT_TILE = Tile(64, 4, 3), Tile(32, 4, 1)
@@ -151,7 +157,7 @@ def _attend(
     scale, page_stride, head_stride, slot_stride, pages_stride, capacity, page_size, num_spans,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, QUERIES: tl.constexpr, TILES: tl.constexpr,
     PROGRAMS: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr, PAGED: tl.constexpr,
-    EXACT: tl.constexpr, INSIDE: tl.constexpr, SETTLED: tl.constexpr, PDL: tl.constexpr,
+    EXACT: tl.constexpr, INSIDE: tl.constexpr, BUNDLED: tl.constexpr, SETTLED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     ROWS: tl.constexpr = QUERIES // GROUP
     request = tl.program_id(0) // TILES
@@ -180,7 +186,11 @@ def _attend(
         last_span = _span_of(tl.maximum(highest - 1, lowest), UNIT)
         if SETTLED:
             # Most of what this program reads first was written by earlier steps.
-            span = first_span if INSIDE else tl.maximum(last_span - tl.program_id(2), first_span)
+            span = first_span
+            if BUNDLED:
+                span = tl.maximum((last_span // BUNDLE - tl.program_id(2)) * BUNDLE, first_span)
+            elif not INSIDE:
+                span = tl.maximum(last_span - tl.program_id(2), first_span)
             _call_tile(
                 key_base, value_base, pages_ptr, _start_of(span, UNIT), lowest, highest, cache_row, page_stride,
                 slot_stride, pages_stride, capacity, page_size, DIM, BLOCK, PAGED,
@@ -192,27 +202,48 @@ def _attend(
         totals = tl.zeros((QUERIES, BLOCK), tl.float32)
         mixed = tl.zeros((QUERIES, DIM), tl.float32)
         to = out_ptr + slot_of_query[:, None] * DIM + dim[None, :]
-        if INSIDE:
+        if INSIDE or BUNDLED:
             # One loop over all tiles, so that the loads of a span are under way before the one before it ends.
-            run_top, run_total, run_mixed = top, tl.zeros((QUERIES,), tl.float32), mixed
-            span = first_span
+            bundle = last_span // BUNDLE - tl.program_id(2)
+            from_span = first_span
+            until = highest
+            if BUNDLED:
+                from_span = tl.maximum(bundle * BUNDLE, first_span)
+                until = tl.minimum(_start_of((bundle + 1) * BUNDLE, UNIT), highest)
+                if bundle < first_span // BUNDLE:
+                    until = 0
+            sums_top, sums_total, sums_mixed = top, tl.zeros((QUERIES,), tl.float32), mixed
+            run_top, run_total, run_mixed = sums_top, sums_total, sums_mixed
+            span = from_span
             span_end = _start_of(span + 1, UNIT)
-            for start in range(_start_of(first_span, UNIT), highest, BLOCK):
+            for start in range(_start_of(from_span, UNIT), until, BLOCK):
                 top, totals, mixed = _attend_tile(
                     q, key_base, value_base, pages_ptr, start, lowest, highest, low, end, cache_row, scale, top,
                     totals, mixed, page_stride, slot_stride, pages_stride, capacity, page_size, DIM, BLOCK, PAGED,
                     EXACT,
                 )  # fmt: skip
-                if (start + BLOCK >= span_end) | (start + BLOCK >= highest):
-                    run_top, run_total, run_mixed = _fold(
-                        run_top, run_total, run_mixed, top, tl.sum(totals, axis=1), mixed
+                if (start + BLOCK >= span_end) | (start + BLOCK >= until):
+                    sums_top, sums_total, sums_mixed = _fold(
+                        sums_top, sums_total, sums_mixed, top, tl.sum(totals, axis=1), mixed
                     )
                     top = tl.full((QUERIES,), float("-inf"), tl.float32)
                     totals = tl.zeros((QUERIES, BLOCK), tl.float32)
                     mixed = tl.zeros((QUERIES, DIM), tl.float32)
                     span += 1
                     span_end = _start_of(span + 1, UNIT)
-            tl.store(to, (run_mixed / run_total[:, None]).to(out_ptr.dtype.element_ty), mask=is_query[:, None])
+                    if INSIDE and ((span % BUNDLE == 0) | (start + BLOCK >= until)):
+                        run_top, run_total, run_mixed = _fold(
+                            run_top, run_total, run_mixed, sums_top, sums_total, sums_mixed
+                        )
+                        sums_top, sums_total, sums_mixed = top, tl.zeros((QUERIES,), tl.float32), mixed
+            if INSIDE:
+                tl.store(to, (run_mixed / run_total[:, None]).to(out_ptr.dtype.element_ty), mask=is_query[:, None])
+            else:
+                if bundle >= first_span // BUNDLE:
+                    part = slot_of_query * num_spans + bundle * BUNDLE
+                    tl.store(mixed_ptr + part[:, None] * DIM + dim[None, :], sums_mixed, mask=is_query[:, None])
+                    tl.store(stats_ptr + part * 2, sums_top, mask=is_query)
+                    tl.store(stats_ptr + part * 2 + 1, sums_total, mask=is_query)
         else:
             for back in range(tl.program_id(2), last_span - first_span + 1, PROGRAMS):
                 span = last_span - back
@@ -236,7 +267,7 @@ def _attend(
 @triton.jit
 def _join_spans(
     mixed_ptr, stats_ptr, starts_ptr, positions_ptr, ends_ptr, out_ptr, num_requests, num_spans,
-    HEADS: tl.constexpr, DIM: tl.constexpr, PIECE: tl.constexpr, AHEAD: tl.constexpr, UNIT: tl.constexpr,
+    HEADS: tl.constexpr, DIM: tl.constexpr, PIECE: tl.constexpr, BUNDLED: tl.constexpr, UNIT: tl.constexpr,
     WINDOW: tl.constexpr, SETTLED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -257,16 +288,23 @@ def _join_spans(
         run_top = tl.full((1,), float("-inf"), tl.float32)
         run_total = tl.zeros((1,), tl.float32)
         run_mixed = tl.zeros((1, PIECE), tl.float32)
-        for start in range(first_span, last_span + 1, AHEAD):
-            for step in tl.static_range(AHEAD):
-                part = base + start + step
-                is_part = start + step + tl.arange(0, 1) <= last_span
+        for bundle in range(first_span // BUNDLE, last_span // BUNDLE + 1):
+            sums_top = tl.full((1,), float("-inf"), tl.float32)
+            sums_total = tl.zeros((1,), tl.float32)
+            sums_mixed = tl.zeros((1, PIECE), tl.float32)
+            for step in tl.static_range(1 if BUNDLED else BUNDLE):
+                span = bundle * BUNDLE + step
+                part = base + span
+                is_part = span + tl.arange(0, 1) <= last_span
+                if not BUNDLED:
+                    is_part &= span >= first_span
                 # Other multiprocessors wrote these: not from the cache of this one.
                 top = tl.load(stats_ptr + part * 2, mask=is_part, other=float("-inf"), cache_modifier=".cg")
                 total = tl.load(stats_ptr + part * 2 + 1, mask=is_part, other=0.0, cache_modifier=".cg")
                 at = mixed_ptr + part[:, None] * DIM + dim[None, :]
                 mixed = tl.load(at, mask=is_part[:, None], other=0.0, cache_modifier=".cg")
-                run_top, run_total, run_mixed = _fold(run_top, run_total, run_mixed, top, total, mixed)
+                sums_top, sums_total, sums_mixed = _fold(sums_top, sums_total, sums_mixed, top, total, mixed)
+            run_top, run_total, run_mixed = _fold(run_top, run_total, run_mixed, sums_top, sums_total, sums_mixed)
         out = out_ptr + (row * HEADS + head) * DIM + dim[None, :]
         tl.store(out, (run_mixed / run_total[:, None]).to(out_ptr.dtype.element_ty))
     elif SETTLED:
@@ -300,7 +338,10 @@ def launch_decode_attention(
     requests, spans = starts.shape[0] - 1, workspace.mixed.shape[2]
     tiles = -(-max_rows // (QUERIES // group))
     groups = requests * tiles * kv_heads
+    is_bundled = tile.some_groups <= groups < tile.many_groups
     programs = 1 if groups >= tile.many_groups else max(1, min(spans, tile.programs // max(1, groups)))
+    if is_bundled:
+        programs = -(-spans // BUNDLE.value)
     launch(
         _attend, (requests * tiles, kv_heads, programs),
         q, cache, starts, rows, positions, ends, rows if pages is None else pages, workspace.mixed, workspace.stats,
@@ -308,15 +349,16 @@ def launch_decode_attention(
         0 if pages is None else pages.stride(0),
         page_size if pages is None else pages.shape[1] * page_size, page_size, spans,
         KV_HEADS=kv_heads, GROUP=group, DIM=dim, QUERIES=QUERIES, TILES=tiles, PROGRAMS=programs, UNIT=UNIT,
-        BLOCK=tile.keys, WINDOW=window or 0, PAGED=pages is not None, EXACT=is_exact, INSIDE=programs == 1,
-        SETTLED=reads_ahead(is_settled),         num_warps=tile.warps, num_stages=tile.stages,
+        BLOCK=tile.keys, WINDOW=window or 0, PAGED=pages is not None, EXACT=is_exact,
+        INSIDE=groups >= tile.many_groups, BUNDLED=is_bundled, SETTLED=reads_ahead(is_settled),
+        num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
-    if programs > 1:
+    if groups < tile.many_groups:
         piece = min(dim, _PIECE)
         launch(
             _join_spans, (num_rows, heads, dim // piece),
             workspace.mixed, workspace.stats, starts, positions, ends, out, requests, spans,
-            HEADS=heads, DIM=dim, PIECE=piece, AHEAD=_AHEAD, UNIT=UNIT, WINDOW=window or 0,
+            HEADS=heads, DIM=dim, PIECE=piece, BUNDLED=is_bundled, UNIT=UNIT, WINDOW=window or 0,
             SETTLED=reads_ahead(is_settled), num_warps=1,
         )  # fmt: skip
 
