@@ -15,6 +15,8 @@ WINDOW_ONLY = 0
 """Ratio of a layer without compressed entries."""
 SPARSE_RATIO = 4
 """Ratio of a layer whose entries overlap and are picked by an indexer; every other ratio has neither."""
+_STORED = {"quant_method": "fp8", "fmt": "e4m3", "scale_fmt": "ue8m0", "weight_block_size": [128, 128]}
+"""What quantization_config may say of the stored forms in formats.py."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +139,7 @@ def parse_config(config: ConfigFile, eos_token_ids: tuple[int, ...] | None = Non
         index_num_heads=config.whole("index_n_heads"),
         index_head_dim=config.whole("index_head_dim"),
         index_topk=config.whole("index_topk"),
-        rope=RopeConfig(theta=config.number("rope_theta", 10000.0)),
+        rope=RopeConfig(theta=_theta(config, "rope_theta", 10000.0)),
         compress_rope=_compress_rope(config),
         hc_mult=config.whole("hc_mult", most=64),
         hc_sinkhorn_iters=config.whole("hc_sinkhorn_iters", most=1000),
@@ -173,6 +175,16 @@ def _refuse_unknown(config: ConfigFile) -> None:
     for key, wanted in fixed.items():
         if config.has(key) and config.data[key] != wanted:
             raise UsageError(f"{config.where}: {key} {config.data[key]!r} is not supported; only {wanted!r} is")
+    if not config.has("quantization_config"):
+        return
+    stored = config.data["quantization_config"]
+    if not isinstance(stored, dict):
+        raise config.refuse("quantization_config", "an object")
+    for key, wanted in _STORED.items():
+        if stored.get(key, wanted) != wanted:
+            raise UsageError(
+                f"{config.where}: {key} {stored[key]!r} in quantization_config is not supported; only {wanted!r} is"
+            )
 
 
 def _ratios(config: ConfigFile, layers: int) -> tuple[int, ...]:
@@ -181,12 +193,21 @@ def _ratios(config: ConfigFile, layers: int) -> tuple[int, ...]:
         raise config.refuse("compress_ratios", f"a list with a whole number for each of {layers} layers or more")
     if any(ratio == 1 or ratio > 65536 for ratio in ratios):
         raise config.refuse("compress_ratios", "0 or from 2 to 65536 in every place")
+    if any(ratio != WINDOW_ONLY for ratio in ratios[layers:]):
+        raise config.refuse("compress_ratios", f"0 behind the {layers} layers, in the drafter's stages")
     return ratios
+
+
+def _theta(config: ConfigFile, key: str, default: float) -> float:
+    value = config.number(key, default)
+    if value <= 1:
+        raise config.refuse(key, "a number above 1")
+    return value
 
 
 def _compress_rope(config: ConfigFile) -> RopeConfig:
     """YaRN without its factor on the amplitude, over the base of compressed layers."""
-    theta = config.number("compress_rope_theta", 160000.0)
+    theta = _theta(config, "compress_rope_theta", 160000.0)
     nested = config.data.get("rope_scaling")
     if nested is None:
         return RopeConfig(theta=theta)
