@@ -6,7 +6,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,10 @@ from sparkchat.engine.pair import LoadedPair
 from sparkchat.engine.prefill import CHUNK_ROWS, prefill_step
 from sparkchat.engine.request import RequestState
 from sparkchat.engine.sampling import TokenHistory
-from sparkchat.engine.slots import DraftContext, Slot
+from sparkchat.engine.slots import DraftContext, Slot, flush_contexts
 from sparkchat.engine.step_plan import StepIntent, StepLengths
 from sparkchat.errors import DamagedFile, SparkchatError
+from sparkchat.models.kv_cache import KVCache
 from sparkchat.params import BatchCosts, ContextCosts, CostTable, GenerateRequest, LoadSpec, SamplingParams
 
 BUDGET_SECONDS = 2.0
@@ -36,7 +37,9 @@ TUNE_SECONDS = 4.0
 TUNE_REPEATS = 32
 LONG_TOKENS = 1024
 PROMPT_TOKENS = 64
-"""Of all probe requests together: the prompt pass counts against the budget too."""
+"""Cached tokens of all probe requests together."""
+PENDING_ROWS = 2
+"""Features that each request has for its drafter when it drafts: as many as a usual step commits tokens."""
 PROBE_SAMPLING = SamplingParams(temperature=0.7, top_p=0.95, ignore_eos=True, seed=1)
 """Close to what chats use, so that the probe pays for filters and draws too."""
 
@@ -84,7 +87,7 @@ def tuned_cost(spec: LoadSpec, pair: LoadedPair, progress: Progress) -> tuple[Co
     if pair.measure_steps is not None:
         lookup = CostLookup(pair.measure_steps(counts))
     else:
-        lookup = CostLookup(measure(pair, counts, block, TUNE_SECONDS * len(counts), TUNE_REPEATS, is_long=True))
+        lookup = CostLookup(measure(pair, counts, block, TUNE_SECONDS * (len(counts) + 1), TUNE_REPEATS))
     return lookup, _store(lookup, spec, _key(spec, pair), progress)
 
 
@@ -124,15 +127,15 @@ def measure(
     block: int,
     seconds: float | None = None,
     repeats: int | None = None,
-    *,
-    is_long: bool = False,
 ) -> CostTable:
-    """Time whole steps of 1 and more requests, drafting included, at every verify length, in caches of their own.
+    """Time whole steps of 1 and more requests, drafting included, at every verify length, in caches of their own, and
+    what long contexts add, where there is time for it.
 
-    ``counts`` numbers of requests, ascending from 1; ``block`` tokens are drafted every time. ``is_long``: also over a
-    long context, for what that adds. Raises DamagedFile when the pair yields no numbers.
+    ``counts`` numbers of requests, ascending from 1; ``block`` tokens are drafted every time. Raises DamagedFile when
+    the pair yields no numbers.
     """
-    share = (BUDGET_SECONDS if seconds is None else seconds) / (len(counts) + is_long)
+    budget = BUDGET_SECONDS if seconds is None else seconds
+    began, share = time.monotonic(), budget / (len(counts) + 1)
     lengths: list[Length] = [None, *_outside_in(block)]
     timed = {
         count: _time_lengths(pair, count, block, lengths, share, PROMPT_TOKENS, REPEATS if repeats is None else repeats)
@@ -143,19 +146,27 @@ def measure(
         filled = sorted(_filled(times).items())
         rows, step_ms = tuple(count * (n + 1) for n, _ in filled), tuple(ms for _, ms in filled)
         batches.append(BatchCosts(count, rows, step_ms, times.get(None)))
-    context = _context_costs(pair, block, timed[1], share) if is_long else None
+    left = budget - (time.monotonic() - began)
+    has_time = (timed[1][0] + timed[1][block]) / 1e3 < left
+    context = _context_costs(pair, block, timed[1], share, repeats) if has_time else None
     return table_of(batches, pads_up=False, context=context)
 
 
-def _context_costs(pair: LoadedPair, block: int, short: Mapping[Length, float], seconds: float) -> ContextCosts | None:
-    """What a cached token adds, from one request behind a long prompt; None where the context has no room for one."""
-    base = min(PROMPT_TOKENS, pair.context - 1)
+def _context_costs(
+    pair: LoadedPair, block: int, short: Mapping[Length, float], seconds: float, repeats: int | None
+) -> ContextCosts | None:
+    """What a cached token adds, from one request behind a long context; None where there is no room for one."""
     tokens = min(LONG_TOKENS, pair.context - 1)
-    if tokens < 2 * base:
+    if tokens < 2 * PROMPT_TOKENS:
         return None
-    long = _time_lengths(pair, 1, block, [0, block], seconds, tokens, TUNE_REPEATS)
-    more = tokens - base
-    of_one, of_block = ((long[n] - short[n]) / more for n in (0, block))
+    long = _time_lengths(pair, 1, block, [0, block], seconds, tokens, REPEATS if repeats is None else repeats)
+    return context_costs(PROMPT_TOKENS, tokens, block, [(short[n], long[n]) for n in (0, block)])
+
+
+def context_costs(base: int, tokens: int, block: int, times: Sequence[tuple[float, float]]) -> ContextCosts:
+    """From (milliseconds behind ``base`` cached tokens, behind ``tokens``) of one request that verifies nothing, and of
+    one that verifies ``block`` drafts."""
+    of_one, of_block = ((long - short) / (tokens - base) for short, long in times)
     by_row = max(0.0, (of_block - of_one) / block)
     return ContextCosts(base, max(0.0, of_one - by_row), by_row)
 
@@ -188,16 +199,16 @@ def _time_lengths(
     block: int,
     lengths: Sequence[Length],
     seconds: float,
-    prompt_tokens: int,
+    context_tokens: int,
     repeats: int,
 ) -> dict[Length, float]:
-    """Median milliseconds of a step of ``count`` requests by verify length, behind prompts of ``prompt_tokens`` in all.
+    """Median milliseconds of a step of ``count`` requests by verify length, behind ``context_tokens`` in all.
 
     All lengths take turns, so that a machine that is busy for a moment does not bend the table. The first turn warms
     up and counts only where the budget allows no second.
     """
     deadline = time.monotonic() + seconds
-    probe, states = _probe(pair, count, block, prompt_tokens)
+    probe = _probe(pair, count, block, context_tokens)
     times: dict[Length, list[float]] = {}
     for turn in range(repeats + 1):
         began = time.monotonic()
@@ -205,28 +216,44 @@ def _time_lengths(
             is_bound = length in (None, 0, block)
             if turn == 0 and not is_bound and time.monotonic() > deadline:
                 break
-            times.setdefault(length, []).append(_time_step(probe, states, length))
+            times.setdefault(length, []).append(_time_step(probe, length))
         if 2 * time.monotonic() - began > deadline:
             break
     return {length: statistics.median(found[1:] or found) for length, found in times.items()}
 
 
-def _probe(pair: LoadedPair, count: int, block: int, prompt_tokens: int) -> tuple[LoadedPair, list[RequestState]]:
-    """The pair with small caches of its own, and ``count`` requests behind their prompts.
+@dataclass
+class _Probe:
+    """The pair with small caches of its own, and requests behind their prompts.
 
     The engine's caches may be full of running requests and idle sessions.
     """
-    num_tokens = min(max(8, prompt_tokens // count), pair.context - 1)
+
+    pair: LoadedPair
+    states: list[RequestState]
+    features: torch.Tensor | None
+    """[PENDING_ROWS, taps * hidden]: what a drafter is given before it drafts; None without one."""
+
+
+def _probe(pair: LoadedPair, count: int, block: int, context_tokens: int) -> _Probe:
+    """``context_tokens``: cached in all. Where caches only count what they hold, most of it is never run: attention
+    takes as long over zeros."""
+    num_tokens = min(max(PENDING_ROWS, context_tokens // count), pair.context - 1)
     room = num_tokens + pair.block_size + 2
+    caches = [pair.target.new_cache(count, room, max(CHUNK_ROWS, pair.block_size + 1))]
+    if pair.drafter is not None:
+        caches.append(pair.drafter.new_cache(count, room))
     probe = replace(
         pair,
-        cache=pair.target.new_cache(count, room, max(CHUNK_ROWS, pair.block_size + 1)),
-        draft_cache=None if pair.drafter is None else pair.drafter.new_cache(count, room),
+        cache=caches[0],
+        draft_cache=None if pair.drafter is None else caches[1],
         temperatures=None,
         calibration={},
         refinement=None,
     )
-    prompt = tuple((7919 * i + 13) % pair.target.config.vocab_size for i in range(num_tokens))
+    can_skip = all(type(cache) is KVCache for cache in caches)
+    prompt_tokens = min(num_tokens, max(PENDING_ROWS, PROMPT_TOKENS // count)) if can_skip else num_tokens
+    prompt = tuple((7919 * i + 13) % pair.target.config.vocab_size for i in range(prompt_tokens))
     states = [
         RequestState(
             request=GenerateRequest(id=f"probe-{number}", prompt_ids=prompt, sampling=PROBE_SAMPLING),
@@ -246,30 +273,63 @@ def _probe(pair: LoadedPair, count: int, block: int, prompt_tokens: int) -> tupl
     while filling := [state for state in states if not state.is_prefilled]:
         prefill_step(probe, filling)
         _raise_if_damaged(states)
-    return probe, states
+    made = _Probe(probe, states, _features_of(states[0]))
+    for state in states:
+        _lengthen(made, state, num_tokens - prompt_tokens)
+    return made
 
 
-def _time_step(probe: LoadedPair, states: list[RequestState], length: Length) -> float:
+def _features_of(state: RequestState) -> torch.Tensor | None:
+    """Of the prompt's last tokens, where they still wait."""
+    draft = state.slot.draft
+    if draft is None or not draft.pending:
+        return None
+    return torch.cat(draft.pending)[-PENDING_ROWS:]
+
+
+def _lengthen(probe: _Probe, state: RequestState, more: int) -> None:
+    """As if the prompt had been ``more`` tokens longer."""
+    draft, cache = state.slot.draft, probe.pair.draft_cache
+    if more <= 0:
+        return
+    state.prompt_ids += state.prompt_ids[:1] * more
+    state.tokens[-1:] = [*state.prompt_ids[len(state.tokens) - 1 :], state.tokens[-1]]
+    probe.pair.cache.reserve(state.slot.row, more)
+    probe.pair.cache.advance(state.slot.row, state.kv_len)
+    if draft is not None and cache is not None:
+        flush_contexts(probe.pair.drafter, cache, [draft])
+        cache.reserve(draft.row, more)
+        draft.length += more
+        cache.advance(draft.row, draft.length)
+
+
+def _time_step(probe: _Probe, length: Length) -> float:
     def choose(_: Any, intents: list[StepIntent], *__: Any) -> list[StepLengths]:
         return [StepLengths(length or 0, None, None, None, None) for _ in intents]
 
-    for state in states:
+    for state in probe.states:
         _rewind(probe, state)
     started = time.perf_counter()
-    decode_step(probe, states, "off" if length is None else "static", choose)
+    decode_step(probe.pair, probe.states, "off" if length is None else "static", choose)
     elapsed = (time.perf_counter() - started) * 1e3
-    _raise_if_damaged(states)
+    _raise_if_damaged(probe.states)
     return elapsed
 
 
-def _rewind(probe: LoadedPair, state: RequestState) -> None:
+def _rewind(probe: _Probe, state: RequestState) -> None:
     """Back to the first token, so that every timed step sees the same context."""
     state.tokens = state.tokens[: len(state.prompt_ids) + 1]
     state.delivered = state.delivered[:1]
-    probe.cache.truncate(state.slot.row, state.kv_len)
-    if state.slot.draft is not None and probe.draft_cache is not None:
-        state.slot.draft.truncate(state.kv_len)
-        probe.draft_cache.truncate(state.slot.draft.row, state.slot.draft.length)
+    probe.pair.cache.truncate(state.slot.row, state.kv_len)
+    draft, cache = state.slot.draft, probe.pair.draft_cache
+    if draft is None or cache is None:
+        return
+    if probe.features is None:
+        draft.truncate(state.kv_len)
+    else:
+        draft.truncate(state.kv_len - len(probe.features))
+        draft.add(probe.features)
+    cache.truncate(draft.row, draft.length)
 
 
 def _raise_if_damaged(states: list[RequestState]) -> None:

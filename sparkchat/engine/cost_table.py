@@ -2,7 +2,7 @@
 cache file.
 
 A profile knows T(rows). A measured table knows T(rows, requests): the same rows cost more when more requests share
-them, because every request drafts; and what cached tokens add.
+them, because every request drafts; what cached tokens add; and what is saved where some of them do not draft.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class StepCosts:
     plain_ms: float | None = None
     """The same requests, no drafting; None when not measured."""
     fixed_ms: float = 0.0
-    """What the context adds whatever the rows."""
+    """What the context adds whatever the rows, less the drafts of requests that pause drafting."""
     row_ms: float = 0.0
     """What the context adds for each row."""
     hull: tuple[tuple[int, float], ...] = ()
@@ -119,22 +119,41 @@ class CostLookup:
     def times(self, first: int, count: int) -> np.ndarray:
         return self.at(1).times(first, count)
 
-    def at(self, requests: int, context: int = 0) -> StepCosts:
-        """The costs of a step of ``requests`` requests with ``context`` cached tokens in all.
+    def at(self, requests: int, context: int = 0, drafting: int | None = None) -> StepCosts:
+        """The costs of a step of ``requests`` requests with ``context`` cached tokens in all, ``drafting`` of which
+        draft (None: all).
 
         Between two measured numbers of requests, costs at the same rows per request lie on the line between; beyond the
         last they go on as from the last two.
         """
-        base = self._by_requests.get(requests)
-        if base is None:
-            base = self._by_requests[requests] = self._base(requests)
-        extra = self.table.context
-        more = 0 if extra is None else context - extra.tokens
-        if extra is None or more <= 0:
-            return base
+        base, extra = self._known(requests), self.table.context
+        saved = self._saved(requests, requests if drafting is None else drafting)
+        more = 0 if extra is None else max(0, context - extra.tokens)
+        if extra is None or not more:
+            return replace(base, fixed_ms=-saved) if saved else base
         fixed, row = more * extra.ms_per_token, more * extra.ms_per_token_row / requests
         plain = None if base.plain_ms is None else base.plain_ms + fixed + row * requests
-        return replace(base, fixed_ms=fixed, row_ms=row, plain_ms=plain)
+        return replace(base, fixed_ms=fixed - saved, row_ms=row, plain_ms=plain)
+
+    def _known(self, requests: int) -> StepCosts:
+        if requests not in self._by_requests:
+            self._by_requests[requests] = self._base(requests)
+        return self._by_requests[requests]
+
+    def _saved(self, requests: int, drafting: int) -> float:
+        """Milliseconds of drafts that a step of ``requests`` saves where only ``drafting`` of them draft.
+
+        A step that verifies no draft, less a plain one, is what drafting takes. Not told where the table does not know
+        requests, or plain steps.
+        """
+        if drafting >= requests or not self.table.batches:
+            return 0.0
+        of_all, of_these = (0.0 if n < 1 else self._drafts_ms(n) for n in (requests, drafting))
+        return max(0.0, of_all - of_these)
+
+    def _drafts_ms(self, requests: int) -> float:
+        known = self._known(requests)
+        return 0.0 if known.plain_ms is None else max(0.0, known.step_ms(requests) - known.plain_ms)
 
     def _base(self, requests: int) -> StepCosts:
         batches, up = self._batches, self.table.pads_up

@@ -63,7 +63,8 @@ def choose_budgets(
             length = own[i].drafts if i in own else intent.draft_len
             alive = states[i].stale.before(rounds[i], intents[i].draft_len)
             rows, tokens = rows + 1 + length, tokens + 1.0 + sum(alive[:length])
-    cost = costs_of(states, pair)
+    # Captured drafts run over the seats up to the last that drafts.
+    cost = costs_of(states, pair, drafting=1 + max(i for i, intent in enumerate(intents) if intent.draft_len))
     newest, *older = stale_of(sharing)
     shared = choose_budget(newest, cost, rows, tokens, older)
     shared = replace(shared, plain_theta=plain_theta(len(states), cost))

@@ -60,6 +60,7 @@ def decode_step(
     events = _commit(
         pair, states, intents, lengths, draft, accepted, features, starts, calibrated, target, clock, graph
     )
+    clock.end(events)
     _learn(pair, states, intents, lengths, draft, accepted, clock)
     return events
 

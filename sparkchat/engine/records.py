@@ -35,6 +35,13 @@ class StepClock:
         self.laps[name] = (now - self._last) / 1e6
         self._last = now
 
+    def end(self, events: Sequence[dict[str, Any]]) -> None:
+        """The step is over, and has been told: its records show how long it took in all, as its costs are measured."""
+        self._last = time.perf_counter_ns()
+        for event in events:
+            if event["event"] == "step":
+                event["step_ms"] = self.total_ms
+
     @property
     def total_ms(self) -> float:
         return (self._last - self._start) / 1e6

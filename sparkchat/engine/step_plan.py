@@ -110,7 +110,7 @@ def choose_lengths(
             if i not in shared:
                 length = plans[i][0] if i in plans else intent.draft_len
                 rows, tokens = rows + 1 + length, tokens + 1.0 + sum(survival[i][:length])
-        cost = costs_of(states, pair)
+        cost = costs_of(states, pair, drafting=sum(intent.draft_len > 0 for intent in intents))
         joint = plan(
             [list(survival[i]) for i in shared],
             [intents[i].limit for i in shared],
@@ -140,13 +140,16 @@ def own_cap(state: RequestState, intent: StepIntent) -> int | None:
     return min(state.accept_cap, intent.limit)
 
 
-def costs_of(states: Sequence[RequestState], pair: LoadedPair, *, is_reproducible: bool = False) -> StepCosts | None:
+def costs_of(
+    states: Sequence[RequestState], pair: LoadedPair, *, is_reproducible: bool = False, drafting: int | None = None
+) -> StepCosts | None:
     """What a step of these requests costs, with the context that they have now.
 
-    ``is_reproducible``: as far as it can be told without looking at other answers.
+    ``is_reproducible``: as far as it can be told without looking at other answers. ``drafting``: how many of them
+    draft; None means all.
     """
     table = planning_costs(pair, is_reproducible)
-    return None if table is None else table.at(len(states), sum(state.kv_len for state in states))
+    return None if table is None else table.at(len(states), sum(state.kv_len for state in states), drafting)
 
 
 def plain_theta(requests: int, cost: StepCosts | None) -> float | None:

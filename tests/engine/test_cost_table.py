@@ -131,6 +131,19 @@ def test_cached_tokens_add_to_every_step_and_more_to_one_of_many_rows():
     assert cost.at(4, 600).plain_ms == pytest.approx(14.0 + 500 * (0.01 + 0.002))
 
 
+def test_requests_that_pause_drafting_save_their_drafts():
+    cost = CostLookup(TABLES)
+    # Drafts take 1 ms of one request, 2 ms of four; of two, as the line between says, 4/3.
+    assert [cost.at(4, 0, n).step_ms(8) for n in (4, 2, 1, 0)] == pytest.approx([20.0, 20.0 - 2 / 3, 19.0, 18.0])
+    assert cost.at(4, 0, 0).step_ms(4) == cost.at(4).plain_ms
+    assert cost.at(4, 1100, 1).step_ms(8) == pytest.approx(cost.at(4, 1100).step_ms(8) - 1.0)
+    times = cost.at(4, 1100, 2)
+    assert times.times(4, 9) == pytest.approx([times.step_ms(n) for n in range(4, 13)])
+    assert times.planned_ms(6) == pytest.approx(cost.at(4, 1100).planned_ms(6) - 2 / 3)
+    # A profile's table tells no drafts from the rest.
+    assert CostLookup(CostTable((1, 2), (5.0, 6.0))).at(4, 0, 1).step_ms(2) == 6.0
+
+
 def test_a_profiles_table_counts_for_any_number_of_requests():
     cost = CostLookup(TABLE)
     assert cost.most_requests is None
