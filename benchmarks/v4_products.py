@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from kernel_inputs import HALF, Case, Maker, Run, logits_of, settings_of
 from torch import Tensor
+from v4_attention import attention_block_cases
 
 from sparkchat.kernels.experts import ExpertBuffers, TiledBank, TiledExperts
 from sparkchat.kernels.experts.kernel import launch_add_parts, launch_down, launch_gate_up
@@ -327,4 +328,5 @@ V4_GROUPS: dict[str, Callable[[Maker], Iterator[Case]]] = {
     "v4-draft": draft_cases,
     "v4-experts": expert_cases,
     "v4-route": route_cases,
+    "v4-block": attention_block_cases,
 }

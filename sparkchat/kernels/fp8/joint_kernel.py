@@ -5,16 +5,18 @@ A plain weight is multiplied as kernels/gemm does, by the instruction for 64 out
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from sparkchat.kernels.fp8.kernel import fp8_tile
 from sparkchat.kernels.fp8.plan import row_tile
 from sparkchat.kernels.launch import launch, power_of_two, prefetch, wait
 from sparkchat.kernels.tiles.packing import OUTS, STEP
-from sparkchat.kernels.tiles.product import call_ahead, fp8_pair
+from sparkchat.kernels.tiles.product import call_ahead
 
 if TYPE_CHECKING:
     from sparkchat.kernels.fp8.joint import JointPlan, JointProduct
@@ -64,17 +66,17 @@ def _plain_tile(
             tl.store(arrived_ptr, 0)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
-def _joint_product(
+@triton.jit
+def joint_tile(
     x_ptr, codes_ptr, scales_ptr, out_ptr, plain_ptr, plain_out_ptr, whole_ptr, arrived_ptr,
     num_rows, plain_programs, num_plain, x_stride, out_stride, part_stride, plain_stride, plain_part_stride,
-    whole_stride,
+    whole_stride, program,
     STEPS: tl.constexpr, PAIRS: tl.constexpr, PART: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr,
     PLAIN_TILES: tl.constexpr, PLAIN_SPLITS: tl.constexpr, PLAIN_ROWS: tl.constexpr, TILE_OUTS: tl.constexpr,
     WHOLE_FROM: tl.constexpr, ROW_TILES: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr,
     PLAIN_STAGES: tl.constexpr, ROUND: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    program = tl.program_id(0)
+    """What the program of a number does."""
     if program < plain_programs:
         # Those that are added up begin first.
         tile = PLAIN_TILES - 1 - program % PLAIN_TILES
@@ -88,41 +90,69 @@ def _joint_product(
         program -= plain_programs
         pair = program % PAIRS
         part = program // PAIRS % SPLITS
-        first_row = program // (PAIRS * SPLITS) * ROWS
-        codes = codes_ptr + pair.to(tl.int64) * (STEPS * 4096)
         if PDL and STEPS % PART == 0:
-            call_ahead(codes + part * (PART * 4096), PART, WARPS)
+            call_ahead(codes_ptr + pair.to(tl.int64) * (STEPS * 4096) + part * (PART * 4096), PART, WARPS)
         wait(PDL)
-        row = first_row + tl.arange(0, WARPS * ROWS) % ROWS
-        one, two = fp8_pair(
-            x_ptr + row.to(tl.int64) * x_stride, row < num_rows, codes, scales_ptr + pair * (STEPS * 2), part * PART,
-            STEPS, PART, ROWS, WARPS, STAGES, ROUND,
+        fp8_tile(
+            x_ptr, codes_ptr, scales_ptr, out_ptr, num_rows, x_stride, out_stride, part_stride, PAIRS * 32, pair, part,
+            program // (PAIRS * SPLITS) * ROWS, STEPS, PART, ROWS, WARPS, STAGES, ROUND,
         )  # fmt: skip
-        out = pair * 32 + tl.arange(0, 16)
-        to_row = first_row + tl.arange(0, ROWS)
-        to = out_ptr + part * part_stride + to_row[None, :].to(tl.int64) * out_stride + out[:, None]
-        is_row = (to_row < num_rows)[None, :]
-        tl.store(to, one, mask=is_row)
-        tl.store(to + 16, two, mask=is_row)
 
 
-def launch_joint(
+@triton.jit(do_not_specialize=["num_rows"])
+def _joint_product(
+    x_ptr, codes_ptr, scales_ptr, out_ptr, plain_ptr, plain_out_ptr, whole_ptr, arrived_ptr,
+    num_rows, plain_programs, num_plain, x_stride, out_stride, part_stride, plain_stride, plain_part_stride,
+    whole_stride,
+    STEPS: tl.constexpr, PAIRS: tl.constexpr, PART: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr,
+    PLAIN_TILES: tl.constexpr, PLAIN_SPLITS: tl.constexpr, PLAIN_ROWS: tl.constexpr, TILE_OUTS: tl.constexpr,
+    WHOLE_FROM: tl.constexpr, ROW_TILES: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr,
+    PLAIN_STAGES: tl.constexpr, ROUND: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    joint_tile(
+        x_ptr, codes_ptr, scales_ptr, out_ptr, plain_ptr, plain_out_ptr, whole_ptr, arrived_ptr, num_rows,
+        plain_programs, num_plain, x_stride, out_stride, part_stride, plain_stride, plain_part_stride, whole_stride,
+        tl.program_id(0), STEPS, PAIRS, PART, SPLITS, ROWS, PLAIN_TILES, PLAIN_SPLITS, PLAIN_ROWS, TILE_OUTS,
+        WHOLE_FROM, ROW_TILES, WARPS, STAGES, PLAIN_STAGES, ROUND, PDL,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Joined:
+    """What a kernel that does a joint product is given: arguments, numbers it is compiled for, and its programs."""
+
+    arguments: tuple[Any, ...]
+    sizes: dict[str, Any]
+    programs: int
+
+
+def joined_of(
     x: Tensor, product: JointProduct, out: Tensor, plain: Tensor, whole: Tensor, is_rounded: bool, plan: JointPlan
-) -> None:
-    """See ``JointProduct``; ``plan`` may be another than its own, for measuring."""
+) -> Joined:
+    """See ``launch_joint``."""
     from sparkchat.kernels.fp8.joint import PLAIN_OUTS
 
     (outs, size), count, num_plain = product.codes.shape, x.shape[0], product.plain.shape[0]
     rows, plain_rows = row_tile(count, is_rounded), max(_LEAST_ROWS, min(_MOST_ROWS, power_of_two(count)))
     tiles, pairs = -(-num_plain // PLAIN_OUTS), outs // (2 * OUTS)
     plain_programs = tiles * plan.plain_splits * -(-count // plain_rows)
-    launch(
-        _joint_product, (plain_programs + pairs * plan.codes.splits * -(-count // rows),),
+    arguments = (
         x, product.codes.tiles, product.codes.scales, out, product.plain, plain, whole, product.arrived,
         count, plain_programs, num_plain, x.stride(0), out.stride(1), out.stride(0), plain.stride(1), plain.stride(0),
         whole.stride(0),
-        STEPS=size // STEP, PAIRS=pairs, PART=plan.codes.part(size), SPLITS=plan.codes.splits, ROWS=rows,
-        PLAIN_TILES=tiles, PLAIN_SPLITS=plan.plain_splits, PLAIN_ROWS=plain_rows, TILE_OUTS=PLAIN_OUTS,
-        WHOLE_FROM=product.whole_from, ROW_TILES=product.arrived.shape[1], WARPS=plan.codes.warps,
-        STAGES=plan.codes.stages, PLAIN_STAGES=plan.plain_stages, ROUND=is_rounded, num_warps=plan.codes.warps,
     )  # fmt: skip
+    sizes = {
+        "STEPS": size // STEP, "PAIRS": pairs, "PART": plan.codes.part(size), "SPLITS": plan.codes.splits,
+        "ROWS": rows, "PLAIN_TILES": tiles, "PLAIN_SPLITS": plan.plain_splits, "PLAIN_ROWS": plain_rows,
+        "TILE_OUTS": PLAIN_OUTS, "WHOLE_FROM": product.whole_from, "ROW_TILES": product.arrived.shape[1],
+        "WARPS": plan.codes.warps, "STAGES": plan.codes.stages, "PLAIN_STAGES": plan.plain_stages, "ROUND": is_rounded,
+    }  # fmt: skip
+    return Joined(arguments, sizes, plain_programs + pairs * plan.codes.splits * -(-count // rows))
+
+
+def launch_joint(
+    x: Tensor, product: JointProduct, out: Tensor, plain: Tensor, whole: Tensor, is_rounded: bool, plan: JointPlan
+) -> None:
+    """See ``JointProduct``; ``plan`` may be another than its own, for measuring."""
+    joined = joined_of(x, product, out, plain, whole, is_rounded, plan)
+    launch(_joint_product, (joined.programs,), *joined.arguments, **joined.sizes, num_warps=plan.codes.warps)

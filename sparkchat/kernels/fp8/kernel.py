@@ -15,18 +15,14 @@ from sparkchat.kernels.tiles.packing import OUTS, STEP
 from sparkchat.kernels.tiles.product import call_ahead, fp8_pair
 
 
-@triton.jit(do_not_specialize=["num_rows"])
-def _fp8_linear(
-    x_ptr, codes_ptr, scales_ptr, out_ptr, pads_ptr, num_rows, x_stride, out_stride, part_stride, outs_of_group, rank,
-    STEPS: tl.constexpr, PART: tl.constexpr, ROWS: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr,
-    ROUND: tl.constexpr, RANKS: tl.constexpr, PDL: tl.constexpr,
+@triton.jit
+def fp8_tile(
+    x_ptr, codes_ptr, scales_ptr, out_ptr, num_rows, x_stride, out_stride, part_stride, outs_of_group, pair, part,
+    first_row, STEPS: tl.constexpr, PART: tl.constexpr, ROWS: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr,
+    ROUND: tl.constexpr,
 ):  # fmt: skip
-    pair, part = tl.program_id(0), tl.program_id(1)
-    first_row = tl.program_id(2) * ROWS
+    """The outputs of a pair of tiles of one part of the inputs, of some rows."""
     codes = codes_ptr + pair.to(tl.int64) * (STEPS * 4096)
-    if PDL and STEPS % PART == 0:
-        call_ahead(codes + part * (PART * 4096), PART, WARPS)
-    wait(PDL)
     row = first_row + tl.arange(0, WARPS * ROWS) % ROWS
     group = pair * 32 // outs_of_group
     x_rows = x_ptr + row.to(tl.int64) * x_stride + group * (STEPS * 128)
@@ -40,6 +36,22 @@ def _fp8_linear(
     is_row = (to_row < num_rows)[None, :]
     tl.store(to, one.to(out_ptr.dtype.element_ty), mask=is_row)
     tl.store(to + 16, two.to(out_ptr.dtype.element_ty), mask=is_row)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _fp8_linear(
+    x_ptr, codes_ptr, scales_ptr, out_ptr, pads_ptr, num_rows, x_stride, out_stride, part_stride, outs_of_group, rank,
+    STEPS: tl.constexpr, PART: tl.constexpr, ROWS: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr,
+    ROUND: tl.constexpr, RANKS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    pair, part = tl.program_id(0), tl.program_id(1)
+    if PDL and STEPS % PART == 0:
+        call_ahead(codes_ptr + pair.to(tl.int64) * (STEPS * 4096) + part * (PART * 4096), PART, WARPS)
+    wait(PDL)
+    fp8_tile(
+        x_ptr, codes_ptr, scales_ptr, out_ptr, num_rows, x_stride, out_stride, part_stride, outs_of_group, pair, part,
+        tl.program_id(2) * ROWS, STEPS, PART, ROWS, WARPS, STAGES, ROUND,
+    )  # fmt: skip
     if RANKS > 1:
         meet(pads_ptr, pair + tl.program_id(2) * tl.num_programs(0), rank, RANKS)
 

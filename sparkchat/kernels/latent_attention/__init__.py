@@ -60,6 +60,8 @@ class LatentWorkspace:
     """[N, H, spans, c] float32, not normalised"""
     stats: Tensor
     """[N, H, spans, 2] float32: largest score (base 2), sum of weights"""
+    count: Tensor
+    """Of programs that have ended a phase (kernels/phases.py)"""
 
 
 def latent_spans(shape: LatentShape, context: int, span: int = SPAN) -> int:
@@ -75,6 +77,7 @@ def latent_workspace(max_rows: int, num_heads: int, size: int, spans: int, devic
     return LatentWorkspace(
         torch.empty((max_rows, num_heads, spans, size), dtype=torch.float32, device=device),
         torch.empty((max_rows, num_heads, spans, 2), dtype=torch.float32, device=device),
+        torch.zeros(1, dtype=torch.int64, device=device),
     )
 
 

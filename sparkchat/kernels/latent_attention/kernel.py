@@ -10,6 +10,7 @@ tile of keys and load all of it at once, and what they run is kept few instructi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sparkchat.kernels.ahead import shares
+from sparkchat.kernels.ahead.kernel import ask_share
 from sparkchat.kernels.launch import check_flat, launch, power_of_two, wait
 from sparkchat.kernels.small_floats import round_pairs_e4m3
 
@@ -110,11 +113,19 @@ def _write_latents(
     positions_ptr, rows_ptr, rope_ptr,
     latents_ptr, latent_norm_ptr, cache_ptr, low_ptr, low_norm_ptr, out_ptr,
     latent_part, latent_row, low_part, low_row, cache_stride, slot_stride, first_slot, ring, eps,
+    ahead_ptr, ahead_size, ahead2_ptr, ahead2_size,
     SIZE: tl.constexpr, ROPE: tl.constexpr, LATENT_PARTS: tl.constexpr, LATENT_BLOCK: tl.constexpr, LOW: tl.constexpr,
-    LOW_BLOCK: tl.constexpr, LOW_PARTS: tl.constexpr, PDL: tl.constexpr,
+    LOW_BLOCK: tl.constexpr, LOW_PARTS: tl.constexpr, ASKING: tl.constexpr, WARPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     wait(PDL)
+    program = tl.program_id(1)
+    if ASKING > 0:
+        first = tl.num_programs(1) - ASKING
+        if program >= first:
+            place, count = (program - first) * tl.num_programs(0) + tl.program_id(0), ASKING * tl.num_programs(0)
+            ask_share(ahead_ptr, ahead_size, place, count, WARPS)
+            ask_share(ahead2_ptr, ahead2_size, place, count, WARPS)
     position = tl.load(positions_ptr + row).to(tl.int32)
     cache_row = tl.load(rows_ptr + row).to(tl.int64)
     if tl.program_id(1) == 0:
@@ -122,7 +133,7 @@ def _write_latents(
             latents_ptr, latent_norm_ptr, rope_ptr, cache_ptr, row, cache_row, position, latent_part, latent_row,
             cache_stride, slot_stride, first_slot, ring, eps, SIZE, ROPE, LATENT_PARTS, LATENT_BLOCK,
         )  # fmt: skip
-    elif LOW > 0:
+    elif LOW > 0 and tl.program_id(1) == 1:
         norm_low_rank(low_ptr, low_norm_ptr, out_ptr, row, low_part, low_row, eps, LOW, LOW_BLOCK, LOW_PARTS)
 
 
@@ -228,17 +239,15 @@ def turn_back(left, right, cos, sin):
 
 
 @triton.jit
-def _attend_latents(
+def attend_span(
     q_ptr, cache_ptr, rows_ptr, positions_ptr, first_seen_ptr, ends_ptr, rope_ptr, chosen_ptr, mixed_ptr, stats_ptr,
-    part_stride, row_stride, cache_stride, slot_stride, first_slot, ring, scale, eps,
+    part_stride, row_stride, cache_stride, slot_stride, first_slot, ring, scale, eps, row, head_tile, span,
     HEADS: tl.constexpr, SIZE: tl.constexpr, ROPE: tl.constexpr, PARTS: tl.constexpr, RATIO: tl.constexpr,
     TOPK: tl.constexpr, SPANS: tl.constexpr, SPAN: tl.constexpr, WINDOWS: tl.constexpr, MOST: tl.constexpr,
-    TILE: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr,
+    TILE: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    span = tl.program_id(2)
-    heads = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    wait(PDL)
+    """Leave what one span of a row's keys gives some heads."""
+    heads = head_tile * TILE + tl.arange(0, TILE)
     # All that depends on the row alone is asked for before any of it is used.
     position = tl.load(positions_ptr + row).to(tl.int32)
     low = tl.maximum(tl.load(first_seen_ptr + row).to(tl.int32), 0)
@@ -296,15 +305,40 @@ def _attend_latents(
 
 
 @triton.jit
-def _join_latents(
-    mixed_ptr, stats_ptr, positions_ptr, first_seen_ptr, ends_ptr, rope_ptr, sinks_ptr, out_ptr,
+def _attend_latents(
+    q_ptr, cache_ptr, rows_ptr, positions_ptr, first_seen_ptr, ends_ptr, rope_ptr, chosen_ptr, mixed_ptr, stats_ptr,
+    part_stride, row_stride, cache_stride, slot_stride, first_slot, ring, scale, eps,
+    ahead_ptr, ahead_size, ahead2_ptr, ahead2_size,
+    HEADS: tl.constexpr, SIZE: tl.constexpr, ROPE: tl.constexpr, PARTS: tl.constexpr, RATIO: tl.constexpr,
+    TOPK: tl.constexpr, SPANS: tl.constexpr, SPAN: tl.constexpr, WINDOWS: tl.constexpr, MOST: tl.constexpr,
+    TILE: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr, EXACT: tl.constexpr, ASKING: tl.constexpr,
+    WARPS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    span = tl.program_id(2)
+    wait(PDL)
+    if ASKING > 0 and span >= tl.num_programs(2) - ASKING:
+        place = ((span - tl.num_programs(2) + ASKING) * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(0)
+        count = ASKING * tl.num_programs(1) * tl.num_programs(0)
+        ask_share(ahead_ptr, ahead_size, place + tl.program_id(0), count, WARPS)
+        ask_share(ahead2_ptr, ahead2_size, place + tl.program_id(0), count, WARPS)
+    else:
+        attend_span(
+            q_ptr, cache_ptr, rows_ptr, positions_ptr, first_seen_ptr, ends_ptr, rope_ptr, chosen_ptr, mixed_ptr,
+            stats_ptr, part_stride, row_stride, cache_stride, slot_stride, first_slot, ring, scale, eps, row,
+            tl.program_id(1), span, HEADS, SIZE, ROPE, PARTS, RATIO, TOPK, SPANS, SPAN, WINDOWS, MOST, TILE, BLOCK,
+            AHEAD, EXACT,
+        )  # fmt: skip
+
+
+@triton.jit
+def join_spans(
+    mixed_ptr, stats_ptr, positions_ptr, first_seen_ptr, ends_ptr, rope_ptr, sinks_ptr, out_ptr, row, head, first,
     HEADS: tl.constexpr, SIZE: tl.constexpr, ROPE: tl.constexpr, RATIO: tl.constexpr, TOPK: tl.constexpr,
     ROOM: tl.constexpr, SPANS: tl.constexpr, SPAN: tl.constexpr, WINDOWS: tl.constexpr, MOST: tl.constexpr,
     PAIRS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
-    first = tl.program_id(2) * PAIRS
+    """Fold what a row's spans have left of PAIRS pairs of a head, from the first on, and turn them back."""
     pair = first + tl.arange(0, PAIRS)
     # The sink is a span with a weight and no value; sinks never change, so before the wait.
     top = tl.load(sinks_ptr + head) * 1.4426950408889634
@@ -346,6 +380,25 @@ def _join_latents(
     tl.store(to, out.to(out_ptr.dtype.element_ty))
 
 
+@triton.jit
+def _join_latents(
+    mixed_ptr, stats_ptr, positions_ptr, first_seen_ptr, ends_ptr, rope_ptr, sinks_ptr, out_ptr,
+    HEADS: tl.constexpr, SIZE: tl.constexpr, ROPE: tl.constexpr, RATIO: tl.constexpr, TOPK: tl.constexpr,
+    ROOM: tl.constexpr, SPANS: tl.constexpr, SPAN: tl.constexpr, WINDOWS: tl.constexpr, MOST: tl.constexpr,
+    PAIRS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    join_spans(
+        mixed_ptr, stats_ptr, positions_ptr, first_seen_ptr, ends_ptr, rope_ptr, sinks_ptr, out_ptr,
+        tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2) * PAIRS, HEADS, SIZE, ROPE, RATIO, TOPK,
+        ROOM, SPANS, SPAN, WINDOWS, MOST, PAIRS, PDL,
+    )  # fmt: skip
+
+
+def scale_of(size: int) -> float:
+    """Of scores of latents of so many dimensions, to the base 2."""
+    return size**-0.5 * _LOG2E
+
+
 def launch_latent_attention(
     q: Tensor,
     cache: Tensor,
@@ -361,6 +414,7 @@ def launch_latent_attention(
     context: int,
     chosen: Tensor | None,
     tile: Tile | None = None,
+    ahead: Sequence[Tensor] = (),
 ) -> None:
     """See ``latent_attention``. ``tile`` stands in for the tuned one, for measuring."""
     from sparkchat.kernels.latent_attention import MOST_SPANS, SPAN, WINDOW_SPANS, latent_spans
@@ -376,7 +430,7 @@ def launch_latent_attention(
         raise ValueError(
             f"the workspace of {tuple(workspace.mixed.shape)} has no room for {num_rows} rows of {spans} spans"
         )
-    scale, most_heads = size**-0.5 * _LOG2E, power_of_two(heads)
+    scale, most_heads = scale_of(size), power_of_two(heads)
     cut = {"SPAN": tile.span or SPAN, "WINDOWS": WINDOW_SPANS, "MOST": MOST_SPANS}
     if num_rows >= tile.many_rows:
         runs_at_once = num_rows * -(-heads // tile.heads) <= _MULTIPROCESSORS
@@ -387,14 +441,15 @@ def launch_latent_attention(
         )  # fmt: skip
         return
     of_heads = max(16, min(tile.heads, most_heads))
+    asked, asking = shares(ahead, num_rows * -(-heads // of_heads), q)
     launch(
-        _attend_latents, (num_rows, -(-heads // of_heads), spans),
+        _attend_latents, (num_rows, -(-heads // of_heads), spans + asking),
         q, cache, rows, positions, first_seen, ends, rope, rows if chosen is None else chosen, workspace.mixed,
         workspace.stats, q.stride(0) if q.dim() == 3 else 0, q.stride(-2), cache.stride(0), cache.stride(1),
-        shape.first_slot, shape.ring, scale, shape.eps,
+        shape.first_slot, shape.ring, scale, shape.eps, *asked,
         HEADS=heads, SIZE=size, ROPE=shape.rope_dim, PARTS=1 if q.dim() == 2 else q.shape[0], RATIO=shape.ratio,
         TOPK=shape.topk, SPANS=room, TILE=of_heads, BLOCK=tile.keys,
-        AHEAD=tile.reads_ahead, EXACT=is_exact, **cut, num_warps=tile.warps,
+        AHEAD=tile.reads_ahead, EXACT=is_exact, ASKING=asking, WARPS=tile.warps, **cut, num_warps=tile.warps,
     )  # fmt: skip
     pairs = min(_PAIRS, size // 2)
     launch(
@@ -416,6 +471,7 @@ def launch_write_latents(
     low_rank: Tensor | None,
     low_rank_norm: Tensor | None,
     out: Tensor | None,
+    ahead: Sequence[Tensor] = (),
 ) -> None:
     """See ``write_latents``."""
     from sparkchat.kernels.latent_attention import LatentRows
@@ -423,9 +479,11 @@ def launch_write_latents(
     check_flat(positions, rows, rope)
     written = LatentRows(latents, latent_norm, cache, shape, low_rank, low_rank_norm, out)
     arguments, sizes = written_of(written)
+    programs = 1 if low_rank is None else 2
+    asked, asking = shares(ahead, latents.shape[-2], latents)
     launch(
-        _write_latents, (latents.shape[-2], 1 if low_rank is None else 2), positions, rows, rope, *arguments,
-        ROPE=shape.rope_dim, **sizes, num_warps=4,
+        _write_latents, (latents.shape[-2], programs + asking), positions, rows, rope, *arguments, *asked,
+        ROPE=shape.rope_dim, **sizes, ASKING=asking, WARPS=4, num_warps=4,
     )  # fmt: skip
 
 

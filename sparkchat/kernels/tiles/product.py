@@ -202,16 +202,22 @@ def round_e4m3(x):
 
 
 @triton.jit
-def call_ahead(codes, STEPS: tl.constexpr, WARPS: tl.constexpr):
-    """Call the fp8 codes of STEPS steps into L2, each warp its share."""
+def call_bytes(at, size, lane):
+    """Call ``size`` bytes from ``at`` on into L2, where there are any, by the first lane of every warp."""
     if not INTERPRETED:
-        thread = tl.arange(0, WARPS * 32)
-        EACH: tl.constexpr = STEPS * 4096 // WARPS
         # The instruction takes its address from the warp, so that of every lane alike it would take 32 turns.
         tl.inline_asm_elementwise(
-            _CALL_ASM, "=r,l,r,r", [(codes + thread // 32 * EACH).to(tl.uint64), EACH, thread % 32],
+            _CALL_ASM, "=r,l,r,r", [at.to(tl.uint64), size, tl.where(size > 0, lane, 1)],
             dtype=tl.int32, is_pure=False, pack=1,
         )  # fmt: skip
+
+
+@triton.jit
+def call_ahead(codes, STEPS: tl.constexpr, WARPS: tl.constexpr):
+    """Call the fp8 codes of STEPS steps into L2, each warp its share."""
+    thread = tl.arange(0, WARPS * 32)
+    EACH: tl.constexpr = STEPS * 4096 // WARPS
+    call_bytes(codes + thread // 32 * EACH, tl.full((WARPS * 32,), EACH, tl.int32), thread % 32)
 
 
 @triton.jit
