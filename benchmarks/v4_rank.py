@@ -16,6 +16,7 @@ from torch import Tensor
 from sparkchat.engine import loading
 from sparkchat.kernels.experts import add_parts
 from sparkchat.kernels.ranks import Meeting
+from sparkchat.kernels.ranks.exchange import Exchange
 from sparkchat.models.deepseek_v4.loading import load_trunk
 
 ROOM_BYTES = 4 << 20
@@ -52,6 +53,9 @@ class LoneRank:
         return [mine] * self.size
 
     def meeting(self, room: Tensor, programs: int) -> Meeting | None:
+        return None
+
+    def exchange(self, rows: int, width: int) -> Exchange | None:
         return None
 
     @property

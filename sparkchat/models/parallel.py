@@ -16,6 +16,7 @@ from torch import Tensor
 
 from sparkchat.kernels.experts import add_parts as add_up
 from sparkchat.kernels.ranks import Meeting
+from sparkchat.kernels.ranks.exchange import Exchange
 
 
 class Group(Protocol):
@@ -48,6 +49,10 @@ class Group(Protocol):
         wait for; None where ranks meet otherwise."""
         ...
 
+    def exchange(self, rows: int, width: int) -> Exchange | None:
+        """For kernels that add rows over the ranks while they read them; None where that is done otherwise."""
+        ...
+
     @property
     def adds_parts(self) -> bool:
         """Whether ``parts_of_sum`` takes no launch more than ``parts``."""
@@ -73,6 +78,9 @@ class _NoSharedMemory:
         return torch.empty(tuple(shape), dtype=dtype, device=device)
 
     def meeting(self, room: Tensor, programs: int) -> Meeting | None:
+        return None
+
+    def exchange(self, rows: int, width: int) -> Exchange | None:
         return None
 
     @property

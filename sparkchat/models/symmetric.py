@@ -26,6 +26,8 @@ from torch import Tensor
 
 from sparkchat.kernels.experts import add_parts as add_up
 from sparkchat.kernels.ranks import Meeting, most_programs, num_pads, publish, publish_sum
+from sparkchat.kernels.ranks.exchange import MOST_ROWS, Exchange, inbox_words, no_turns
+from sparkchat.models.kv_cache import round_up
 from sparkchat.models.parallel import ProcessGroup, add_parts
 
 SWITCH = "SPARKCHAT_SHARED_SUMS"
@@ -33,6 +35,8 @@ SWITCH = "SPARKCHAT_SHARED_SUMS"
 the end of the kernel that writes a message (``kernels.ranks``)."""
 ROOM_BYTES = 4 << 20
 """Of a message in a slot: the logits of a verified block, or rows of several requests."""
+INBOX_BYTES = 4 << 20
+"""Of the rows that one of two ranks of DeepSeek-V4-Flash pushes into another's memory, two turns of them: 3 MB."""
 MOST_ONE_SHOT = 1 << 20
 """A longer sum is faster by NCCL, which does not send every part to every rank."""
 _MESSAGE_SLOTS = 2
@@ -57,13 +61,19 @@ class SymmetricGroup(ProcessGroup):
 
     name = "symmetric"
 
-    def __init__(self, handle: Handle, one_shot: Any = None, pads: Tensor | None = None) -> None:
+    def __init__(
+        self, handle: Handle, one_shot: Any = None, pads: Tensor | None = None, inboxes: Tensor | None = None
+    ) -> None:
         """``one_shot``: x -> the sum, over memory of its own; None to add parts by hand.
 
-        ``pads``: the addresses of all ranks' flags, with which messages are laid out by ``kernels.ranks``.
+        ``pads``: the addresses of all ranks' flags, with which messages are laid out by ``kernels.ranks``;
+        ``inboxes``: those of memory of INBOX_BYTES, zero at first, that kernels push rows into.
         """
         super().__init__()
         self._handle, self._one_shot, self._pads, self._turn = handle, one_shot, pads, 0
+        self._exchange = None if inboxes is None else Exchange(inboxes, no_turns(inboxes.device), self.rank)
+        self._width: int | None = None
+        """Of the rows that are exchanged: of one model, so that a word's place is always that of the same number."""
         self._has_met = False
         """Whether the kernel that writes the next message ends when all ranks have written theirs."""
         self._addresses = self._find_addresses()
@@ -106,6 +116,12 @@ class SymmetricGroup(ProcessGroup):
             return None
         self._has_met = True
         return Meeting(self._pads, self.rank)
+
+    def exchange(self, rows: int, width: int) -> Exchange | None:
+        if self._exchange is None or rows > MOST_ROWS or 8 * inbox_words(self.size, width) > INBOX_BYTES:
+            return None
+        self._width = self._width or width
+        return self._exchange if self._width == width else None
 
     @property
     def adds_parts(self) -> bool:
@@ -171,12 +187,19 @@ def open_group(device: torch.device) -> ProcessGroup:
     world = dist.group.WORLD
     assert world is not None
     size, flags_at = dist.get_world_size(), (_MESSAGE_SLOTS + 1) * ROOM_BYTES
-    memory = symmetric.empty(flags_at + 4 * num_pads(ROOM_BYTES, size), dtype=torch.uint8, device=device)
+    inbox_at = round_up(flags_at + 4 * num_pads(ROOM_BYTES, size), 256)
+    memory = symmetric.empty(inbox_at + INBOX_BYTES, dtype=torch.uint8, device=device)
     memory.zero_()
     torch.cuda.synchronize(device)
     handle = symmetric.rendezvous(memory, world.group_name)
-    flags = [handle.get_buffer(rank, (1,), torch.uint8, flags_at).data_ptr() for rank in range(size)]
-    pads = torch.tensor(flags, dtype=torch.int64, device=device) if way != "torch" else None
+    pads, inboxes = (
+        torch.tensor(
+            [handle.get_buffer(rank, (1,), torch.uint8, at).data_ptr() for rank in range(size)],
+            dtype=torch.int64,
+            device=device,
+        )
+        for at in (flags_at, inbox_at)
+    )
     # The operation writes its memory before it first waits, so that must be no slot that somebody may still read.
     sums = symmetric.empty(MOST_ONE_SHOT, dtype=torch.uint8, device=device)
     symmetric.rendezvous(sums, world.group_name)
@@ -185,7 +208,7 @@ def open_group(device: torch.device) -> ProcessGroup:
         room = sums[: x.nbytes].view(x.dtype).view(x.shape)
         return torch.ops.symm_mem.one_shot_all_reduce_copy(room, x, "sum", world.group_name)
 
-    group = SymmetricGroup(handle, one_shot, pads)
+    group = SymmetricGroup(handle, one_shot, *((pads, inboxes) if way != "torch" else ()))
     # The first use on every rank, before any graph: what it sets up must not be captured. NCCL's barrier first: flags
     # that a rank has not yet lowered for the first time must not be raised.
     dist.barrier()

@@ -17,7 +17,12 @@ import torch
 
 from sparkchat.kernels.fp8 import TiledFp8
 from sparkchat.kernels.fp8.kernel import launch_fp8_linear
+from sparkchat.kernels.hyper import StreamWeights, hyper_workspace
+from sparkchat.kernels.hyper.kernel import launch_connect_streams
+from sparkchat.kernels.hyper.plan import ConnectPlan
+from sparkchat.kernels.hyper.reference import connect_streams_reference, settled
 from sparkchat.kernels.ranks import Meeting, num_pads, publish, publish_sum
+from sparkchat.kernels.ranks.exchange import Exchange, Sent, inbox_words, no_turns
 from sparkchat.kernels.ranks.rows import look_up
 from sparkchat.kernels.ranks.rows_kernel import launch_spread_rows
 
@@ -67,7 +72,32 @@ def main(rank: int, ranks: int, messages: int, folder: str) -> None:
     launch_spread_rows(parts, torch.tensor([part.data_ptr() for part in parts]), out)
     wanted = torch.stack([table[1] % 100, table[2] % 100 + 100 * (ranks - 1), table[0] % 100, torch.zeros(4)])
     assert torch.equal(out, wanted.unsqueeze(1).expand(4, 2, 4)), (rank, out)
+    for number in range(3):
+        exchange_rows(rank, ranks, number, shared)
     print("all alike")
+
+
+def exchange_rows(rank: int, ranks: int, number: int, shared: Callable[[str, int], torch.Tensor]) -> None:
+    """Streams merged with the sum of what all ranks have for them, turn after turn."""
+    rows, size, width = 2, 4, 64
+    inboxes = [shared(f"inbox-{r}", 2 * inbox_words(ranks, width)) for r in range(ranks)]
+    turns = shared(f"turns-{rank}", no_turns(torch.device("cpu")).numel()).view_as(no_turns(torch.device("cpu")))
+    exchange = Exchange(torch.tensor([inbox.data_ptr() for inbox in inboxes]), turns, rank)
+    generator = torch.Generator().manual_seed(number)
+    parts = torch.randint(-9, 9, (ranks, 3, rows, width), generator=generator).float()
+    streams = torch.randn(rows, size, width, generator=generator)
+    mix, merged = torch.randn(rows, 20, generator=generator), torch.full_like(streams, float("nan"))
+    weights = StreamWeights(torch.zeros(24, size * width), torch.zeros(24), torch.zeros(24), size, 1e-6, 1e-6, 3)
+    launch_connect_streams(
+        streams, weights, hyper_workspace(rows, width, mix.device), Sent(parts[rank], exchange), mix, merged,
+        torch.empty_like(mix), None, 0.0, None, None, None, ConnectPlan(is_quick=True), 3,
+    )  # fmt: skip
+    wanted = torch.empty_like(merged)
+    connect_streams_reference(
+        streams, weights, parts.sum((0, 1)), settled(mix, weights, 3), wanted, None, None, 0.0, None, None, None
+    )
+    torch.testing.assert_close(merged, wanted)
+    assert turns[:rows, :2].tolist() == [[number + 1] * 2] * rows, turns[:rows, :3]
 
 
 if __name__ == "__main__":

@@ -54,7 +54,7 @@ def group_of(shared: Shared, rank: int) -> SymmetricGroup:
     group = object.__new__(SymmetricGroup)
     group.rank, group.size = rank, shared.size
     group._handle, group._one_shot, group._pads, group._turn = FakeHandle(shared), None, None, 0
-    group._has_met = False
+    group._has_met, group._exchange = False, None
     group._addresses = group._find_addresses()
     return group
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from sparkchat.kernels.hyper.plan import PLAN, ConnectPlan, words_of
 from sparkchat.kernels.hyper.reference import connect_streams_reference
+from sparkchat.kernels.ranks.exchange import Sent
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,8 @@ class HyperWorkspace:
     """[N, programs * words] int64: a float32, and above it the number of the round that it was made in"""
     arrived: Tensor
     """[N] int32, counting on and on"""
+    rounds: Tensor
+    """[N] int32, the same of launches that count no programs"""
 
 
 def hyper_workspace(
@@ -74,6 +77,7 @@ def hyper_workspace(
     return HyperWorkspace(
         torch.zeros((max_rows, words), dtype=torch.int64, device=device),
         torch.zeros(max_rows, dtype=torch.int32, device=device),
+        torch.zeros(max_rows, dtype=torch.int32, device=device),
     )
 
 
@@ -82,7 +86,7 @@ def connect_streams(
     weights: StreamWeights,
     workspace: HyperWorkspace,
     *,
-    output: Tensor | PartList | None = None,
+    output: Tensor | PartList | Sent | None = None,
     mix: Tensor | None = None,
     merged: Tensor | None = None,
     next_mix: Tensor | None = None,
@@ -91,11 +95,13 @@ def connect_streams(
     out: Tensor | None = None,
     taken: Tensor | None = None,
     tap: Tensor | None = None,
+    iterations: int = 0,
 ) -> None:
     """Merge the output of the sub-block before, and read the input of the next one.
 
     streams [N, S, d] before the sub-block; output [N, d], partial sums [P, N, d] that are added in order, or parts
-    anywhere; mix [N, S + S^2] float32 as the call before left it in ``next_mix`` (which may be the same tensor);
+    anywhere, or of this rank to be added to those of others; mix [N, S + S^2] float32 as the call before left it in
+    ``next_mix`` (which may be the same tensor), to be balanced ``iterations`` times where that call has not done so;
     merged [N, S, d], not the streams themselves, receives the streams behind the sub-block. Without an output the
     streams are read as they are. norm [d] float32.
 
@@ -103,6 +109,7 @@ def connect_streams(
     mean of the streams that are read. Raises ValueError for shapes that no kernel takes.
     """
     if not streams.is_cuda:
+        assert not isinstance(output, Sent), "ranks exchange rows on GPUs"
         connect_streams_reference(
             streams, weights, output, mix, merged, next_mix, norm, norm_eps, out, taken, tap
         )  # fmt: skip
@@ -110,5 +117,6 @@ def connect_streams(
     from sparkchat.kernels.hyper.kernel import launch_connect_streams
 
     launch_connect_streams(
-        streams, weights, workspace, output, mix, merged, next_mix, norm, norm_eps, out, taken, tap
+        streams, weights, workspace, output, mix, merged, next_mix, norm, norm_eps, out, taken, tap,
+        iterations=iterations,
     )  # fmt: skip

@@ -23,8 +23,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sparkchat.kernels.hyper.pieces import (
+    balance,
+    finish_columns,
+    gather,
+    leave_sums,
+    merge,
+    numbers_of,
+    one_of,
+    sigmoid,
+)
 from sparkchat.kernels.hyper.plan import MOST_STREAMS, PLAN, ConnectPlan, Meeting, rows_of_program, words_of
+from sparkchat.kernels.hyper.quick import launch_connect_rows
 from sparkchat.kernels.launch import check_flat, launch, power_of_two, wait
+from sparkchat.kernels.ranks.exchange import MOST_ROWS, Sent
 
 if TYPE_CHECKING:
     from sparkchat.kernels.hyper import HyperWorkspace, PartList, StreamWeights
@@ -67,152 +79,7 @@ def _merge(
         # Another device may have written it: not from the cache of this multiprocessor.
         where = ats[part] + row * output_stride + column
         brought += tl.load(where, cache_modifier=".cg").to(tl.float32)
-    behind = ()
-    for stream in tl.static_range(STREAMS):
-        x = mix[stream] * brought
-        for source in tl.static_range(STREAMS):
-            # What this stream behind takes of that one before: the combination is used transposed.
-            share = tl.zeros_like(x) + mix[STREAMS + source * STREAMS + stream]
-            x = tl.fma(share, before[source].to(tl.float32), x)
-        behind = behind + (x.to(streams_ptr.dtype.element_ty),)  # noqa: RUF005
-    return behind
-
-
-@triton.jit
-def _word(x, turn):
-    """x float32 and the number of the round in one word"""
-    low = x.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
-    return (turn.to(tl.int64) << 32) | low
-
-
-@triton.jit
-def _leave_sums(
-    xs, fn, sums_ptr, program, turn,
-    STREAMS: tl.constexpr, COLUMNS: tl.constexpr, PROGRAMS: tl.constexpr, COUNT: tl.constexpr, NUMBERS: tl.constexpr,
-    READ: tl.constexpr, MIX: tl.constexpr,
-):  # fmt: skip
-    # This program's share of the products with the stream weights, and of those of every two streams.
-    number = tl.arange(0, NUMBERS)
-    total = fn[0] * xs[0][None, :]
-    for stream in tl.static_range(1, STREAMS):
-        total = tl.fma(fn[stream], tl.zeros_like(total) + xs[stream][None, :], total)
-    words = _word(tl.sum(total, axis=1), turn)
-    tl.store(sums_ptr + program * READ + number, words, mask=number < STREAMS)
-    if COUNT > STREAMS:
-        to = sums_ptr + PROGRAMS * READ + program * MIX + number - STREAMS
-        tl.store(to, words, mask=(number >= STREAMS) & (number < COUNT))
-    pair = tl.arange(0, STREAMS * STREAMS)
-    first, second = pair // STREAMS, pair % STREAMS
-    left = tl.zeros((STREAMS * STREAMS, COLUMNS), tl.float32) + xs[0][None, :]
-    right = left
-    for stream in tl.static_range(1, STREAMS):
-        left = tl.where((first == stream)[:, None], xs[stream][None, :], left)
-        right = tl.where((second == stream)[:, None], xs[stream][None, :], right)
-    at = STREAMS + first * (2 * STREAMS - 1 - first) // 2 + second
-    tl.store(sums_ptr + program * READ + at, _word(tl.sum(left * right, axis=1), turn), mask=first <= second)
-
-
-@triton.jit
-def _some_late(words, number, turn, USED: tl.constexpr):
-    late = (number < USED) & ((words >> 32).to(tl.int32) != turn)
-    return tl.max(tl.max(late.to(tl.int32), axis=1), axis=0) != 0
-
-
-@triton.jit
-def _gather(
-    sums_ptr, turn, PROGRAMS: tl.constexpr, WIDTH: tl.constexpr, USED: tl.constexpr, MEETING: tl.constexpr
-):  # fmt: skip
-    """[WIDTH] float32: the sums of all programs, added"""
-    number = tl.arange(0, WIDTH)[None, :]
-    at = sums_ptr + tl.arange(0, PROGRAMS)[:, None] * WIDTH + number
-    # Other multiprocessors write these: never from the cache of this one.
-    words = tl.load(at, mask=number < USED, other=0, volatile=True)
-    if MEETING == 2:
-        while _some_late(words, number, turn, USED):
-            words = tl.load(at, mask=number < USED, other=0, volatile=True)
-    return tl.sum(words.to(tl.int32).to(tl.float32, bitcast=True), axis=0)
-
-
-@triton.jit
-def _sigmoid(x):
-    return 1.0 / (1.0 + tl.exp(-x))
-
-
-@triton.jit
-def _one(numbers, index, which):
-    return tl.sum(tl.where(index == which, numbers, 0.0), axis=0)
-
-
-@triton.jit
-def _inverse(x, FAST: tl.constexpr):
-    """1 / x of a normal number, to one unit in the last place: a division's care for all others takes as long again."""
-    if FAST:
-        return tl.inline_asm_elementwise(
-            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )  # fmt: skip
-    else:
-        return 1.0 / x
-
-
-@triton.jit
-def _balance(c, eps, STREAMS: tl.constexpr, ITERATIONS: tl.constexpr, FAST: tl.constexpr):
-    """c, STREAMS^2 scalars, row after row: softmax of each row, then columns and rows scaled in turn, columns last.
-
-    Scalars, which every thread has for itself: nothing is said between threads in forty steps of one after the other.
-    """
-    made = ()
-    for j in tl.static_range(STREAMS):
-        most = c[j * STREAMS]
-        for k in tl.static_range(1, STREAMS):
-            most = tl.maximum(most, c[j * STREAMS + k])
-        total = 0.0
-        row = ()
-        for k in tl.static_range(STREAMS):
-            row = row + (tl.exp(c[j * STREAMS + k] - most),)  # noqa: RUF005
-            total += row[k]
-        for k in tl.static_range(STREAMS):
-            made = made + (row[k] / total + eps,)  # noqa: RUF005
-    c = _scale_columns(made, eps, STREAMS, FAST)
-    for _ in range(ITERATIONS - 1):
-        c = _scale_columns(_scale_rows(c, eps, STREAMS, FAST), eps, STREAMS, FAST)
-    return c
-
-
-@triton.jit
-def _scale_rows(c, eps, STREAMS: tl.constexpr, FAST: tl.constexpr):
-    made = ()
-    for j in tl.static_range(STREAMS):
-        total = c[j * STREAMS]
-        for k in tl.static_range(1, STREAMS):
-            total += c[j * STREAMS + k]
-        factor = _inverse(total + eps, FAST)
-        for k in tl.static_range(STREAMS):
-            made = made + (c[j * STREAMS + k] * factor,)  # noqa: RUF005
-    return made
-
-
-@triton.jit
-def _scale_columns(c, eps, STREAMS: tl.constexpr, FAST: tl.constexpr):
-    factors = ()
-    for k in tl.static_range(STREAMS):
-        total = c[k]
-        for j in tl.static_range(1, STREAMS):
-            total += c[j * STREAMS + k]
-        factors = factors + (_inverse(total + eps, FAST),)  # noqa: RUF005
-    made = ()
-    for j in tl.static_range(STREAMS):
-        for k in tl.static_range(STREAMS):
-            made = made + (c[j * STREAMS + k] * factors[k],)  # noqa: RUF005
-    return made
-
-
-@triton.jit
-def _rate(totals, index, rms_eps, SIZE: tl.constexpr, STREAMS: tl.constexpr, READ: tl.constexpr):
-    """What products with a row's streams are multiplied by, from the squares among its sums."""
-    squares = tl.zeros((READ,), tl.float32)
-    for stream in tl.static_range(STREAMS):
-        squares = tl.where(index == STREAMS + stream * (2 * STREAMS + 1 - stream) // 2, totals, squares)
-    return tl.rsqrt(tl.sum(squares, axis=0) / (STREAMS * SIZE) + rms_eps)
+    return merge(mix, before, brought, streams_ptr.dtype.element_ty, STREAMS)
 
 
 @triton.jit
@@ -221,19 +88,15 @@ def _finish_mix(
     SIZE: tl.constexpr, STREAMS: tl.constexpr, PROGRAMS: tl.constexpr, READ: tl.constexpr, MIX: tl.constexpr,
     ITERATIONS: tl.constexpr, MEETING: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    USED: tl.constexpr = STREAMS + STREAMS * STREAMS
     index = tl.arange(0, MIX)
-    inside = index < USED
-    scale = tl.load(scale_ptr + STREAMS + index, mask=inside, other=0.0)
-    base = tl.load(base_ptr + STREAMS + index, mask=inside, other=0.0)
-    totals = _gather(sums_ptr, turn, PROGRAMS, READ, STREAMS + STREAMS * (STREAMS + 1) // 2, MEETING)
-    rate = _rate(totals, tl.arange(0, READ), rms_eps, SIZE, STREAMS, READ)
-    numbers = _gather(sums_ptr + PROGRAMS * READ, turn, PROGRAMS, MIX, USED, MEETING) * rate * scale + base
-    tl.store(mix_ptr + index, 2.0 * _sigmoid(numbers), mask=index < STREAMS)
+    numbers = numbers_of(
+        sums_ptr, base_ptr, scale_ptr, turn, rms_eps, SIZE, STREAMS, PROGRAMS, READ, MIX, MEETING
+    )  # fmt: skip
+    tl.store(mix_ptr + index, 2.0 * sigmoid(numbers), mask=index < STREAMS)
     c = ()
     for place in tl.static_range(STREAMS * STREAMS):
-        c = c + (_one(numbers, index, STREAMS + place),)  # noqa: RUF005
-    c = _balance(c, eps, STREAMS, ITERATIONS, FAST)
+        c = c + (one_of(numbers, index, STREAMS + place),)  # noqa: RUF005
+    c = balance(c, eps, STREAMS, ITERATIONS, FAST)
     for place in tl.static_range(STREAMS * STREAMS):
         tl.store(mix_ptr + STREAMS + place, c[place])
 
@@ -241,11 +104,9 @@ def _finish_mix(
 @triton.jit
 def _finish_columns(
     row, column, streams_ptr, base_ptr, scale_ptr, sums_ptr, norm_ptr, out_ptr, taken_ptr, turn, rms_eps, eps, norm_eps,
-    SIZE: tl.constexpr, STREAMS: tl.constexpr, COLUMNS: tl.constexpr, PROGRAMS: tl.constexpr, READ: tl.constexpr,
+    SIZE: tl.constexpr, STREAMS: tl.constexpr, PROGRAMS: tl.constexpr, READ: tl.constexpr,
     HAS_OUT: tl.constexpr, HAS_TAKEN: tl.constexpr, MEETING: tl.constexpr,
 ):  # fmt: skip
-    """What is read of a row in a program's columns, normed."""
-    PAIRS: tl.constexpr = STREAMS * (STREAMS + 1) // 2
     index = tl.arange(0, READ)
     scale = tl.load(scale_ptr + index, mask=index < STREAMS, other=0.0)
     base = tl.load(base_ptr + index, mask=index < STREAMS, other=0.0)
@@ -253,31 +114,12 @@ def _finish_columns(
     for stream in tl.static_range(STREAMS):
         at = streams_ptr + (row * STREAMS + stream) * SIZE + column
         before = before + (tl.load(at, cache_modifier=".cg").to(tl.float32),)  # noqa: RUF005
-    if HAS_OUT:
-        factors = tl.load(norm_ptr + column)
-    totals = _gather(sums_ptr, turn, PROGRAMS, READ, STREAMS + PAIRS, MEETING)
-    rate = _rate(totals, index, rms_eps, SIZE, STREAMS, READ)
-    reads = _sigmoid(totals * rate * scale + base) + eps
-    read = ()
-    for stream in tl.static_range(STREAMS):
-        read = read + (_one(reads, index, stream),)  # noqa: RUF005
-    x = read[0] * before[0]
-    for stream in tl.static_range(1, STREAMS):
-        x = tl.fma(tl.zeros_like(x) + read[stream], before[stream], x)
-    x = x.to(streams_ptr.dtype.element_ty)
-    if HAS_TAKEN:
-        tl.store(taken_ptr + row * SIZE + column, x.to(taken_ptr.dtype.element_ty))
-    if HAS_OUT:
-        shares = tl.zeros((READ,), tl.float32)
-        for first in tl.static_range(STREAMS):
-            for second in tl.static_range(first, STREAMS):
-                share = read[first] * read[second]
-                if first != second:
-                    share = 2.0 * share
-                shares = tl.where(index == STREAMS + first * (2 * STREAMS - 1 - first) // 2 + second, share, shares)
-        squared = tl.sum(tl.where(index >= STREAMS, shares * totals, 0.0), axis=0)
-        out = x.to(tl.float32) * tl.rsqrt(tl.maximum(squared, 0.0) / SIZE + norm_eps) * factors
-        tl.store(out_ptr + row * SIZE + column, out.to(out_ptr.dtype.element_ty))
+    factors = tl.load(norm_ptr + column) if HAS_OUT else before[0]
+    totals = gather(sums_ptr, turn, PROGRAMS, READ, STREAMS + STREAMS * (STREAMS + 1) // 2, MEETING)
+    finish_columns(
+        row, column, before, factors, totals, scale, base, out_ptr, taken_ptr, rms_eps, eps, norm_eps,
+        streams_ptr.dtype.element_ty, SIZE, STREAMS, READ, HAS_OUT, HAS_TAKEN,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -328,7 +170,7 @@ def _connect_streams(
                 xs = ()
                 for stream in tl.static_range(STREAMS):
                     xs = xs + (behind[stream].to(tl.float32),)  # noqa: RUF005
-                _leave_sums(
+                leave_sums(
                     xs, fn, sums_ptr + row * ROOM, program, turn, STREAMS, COLUMNS, PROGRAMS, COUNT, NUMBERS, READ, MIX
                 )  # fmt: skip
                 if PARTS > 0:
@@ -365,7 +207,7 @@ def _connect_streams(
             if program < PROGRAMS:
                 _finish_columns(
                     row, column, read_ptr, base_ptr, scale_ptr, sums_ptr + row * ROOM, norm_ptr, out_ptr, taken_ptr,
-                    turn, rms_eps, eps, norm_eps, SIZE, STREAMS, COLUMNS, PROGRAMS, READ, HAS_OUT, HAS_TAKEN, MEETING,
+                    turn, rms_eps, eps, norm_eps, SIZE, STREAMS, PROGRAMS, READ, HAS_OUT, HAS_TAKEN, MEETING,
                 )  # fmt: skip
             if HAS_MIX:
                 if IS_APART:
@@ -388,7 +230,7 @@ def launch_connect_streams(
     streams: Tensor,
     weights: StreamWeights,
     workspace: HyperWorkspace,
-    output: Tensor | PartList | None,
+    output: Tensor | PartList | Sent | None,
     mix: Tensor | None,
     merged: Tensor | None,
     next_mix: Tensor | None,
@@ -398,6 +240,7 @@ def launch_connect_streams(
     taken: Tensor | None,
     tap: Tensor | None,
     plan: ConnectPlan | None = None,
+    iterations: int = 0,
 ) -> None:
     """See ``connect_streams``. ``plan`` stands in for the tuned one; the workspace must be made for it."""
     _check(streams, weights, merged, next_mix, norm, out, taken)
@@ -407,11 +250,20 @@ def launch_connect_streams(
     read, mixed = words_of(size)
     if num_rows > workspace.sums.shape[0] or workspace.sums.shape[1] != programs * (read + mixed):
         raise ValueError(f"the workspace of {tuple(workspace.sums.shape)} has no room for {num_rows} rows of {width}")
+    exchange, output = (output.exchange, output.parts) if isinstance(output, Sent) else (None, output)
+    if plan.is_quick and num_rows <= MOST_ROWS:
+        launch_connect_rows(
+            streams, weights, workspace, parts_of(output, streams), exchange, mix, merged, next_mix, norm, norm_eps,
+            out, taken, tap, iterations, plan,
+        )  # fmt: skip
+        return
+    if exchange is not None:
+        raise ValueError(f"ranks exchange up to {MOST_ROWS} rows in a launch, not {num_rows}")
     rows_each = None
     # The interpreter runs one program after the other: none could wait for the others.
     if plan.meeting != Meeting.LAUNCH and (streams.is_cuda or not triton.knobs.runtime.interpret):
         rows_each = rows_of_program(num_rows, plan, _multiprocessors(streams.device))
-    parts, part_stride, row_stride, source, placed = _parts_of(output, streams)
+    parts, part_stride, row_stride, source, placed = parts_of(output, streams)
 
     has_mix = next_mix is not None and not weights.is_head
 
@@ -448,7 +300,7 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _parts_of(output: Tensor | PartList | None, streams: Tensor) -> tuple[int, int, int, Tensor, Any]:
+def parts_of(output: Tensor | PartList | None, streams: Tensor) -> tuple[int, int, int, Tensor, Any]:
     """Number of parts, stride between them and between rows, where they begin, and their type where that is a list."""
     if output is None:
         return 0, 0, 0, streams, None

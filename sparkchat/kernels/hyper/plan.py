@@ -34,6 +34,8 @@ class ConnectPlan:
     warps: int = 2
     meeting: Meeting = Meeting.COUNT
     """Where all programs fit on the card at once; two launches where not."""
+    is_quick: bool = False
+    """Whether few rows (``ranks.exchange.MOST_ROWS``) take the launch that adds over the ranks and balances late."""
 
     def of_width(self, hidden_size: int) -> ConnectPlan:
         """With as many programs as the width has pieces of some columns."""
@@ -44,6 +46,8 @@ class ConnectPlan:
 
 
 PLAN = ConnectPlan()
+QUICK = ((64, 2), (64, 4), (32, 4), (128, 2))
+"""Programs and warps of the quick launch that are worth timing."""
 TRIED = (
     PLAN,
     ConnectPlan(meeting=Meeting.WORDS),

@@ -44,8 +44,7 @@ def connect_streams_reference(
     read = (torch.sigmoid(numbers[:, :size]) + weights.eps).unsqueeze(-1)
     x = (read * streams.float()).sum(dim=1).to(streams.dtype)
     if not weights.is_head and next_mix is not None:
-        next_mix[:, :size] = 2.0 * torch.sigmoid(numbers[:, size : 2 * size])
-        next_mix[:, size:] = balanced(numbers[:, 2 * size :].unflatten(-1, (size, size)), weights).flatten(1)
+        next_mix.copy_(settled(numbers[:, size:], weights, weights.iterations))
     if taken is not None:
         taken.copy_(x)
     if out is not None:
@@ -58,11 +57,18 @@ def _whole(output: Tensor | PartList) -> Tensor:
     return sum_of_parts(output if isinstance(output, Tensor) else torch.stack(output.tensors))
 
 
-def balanced(combination: Tensor, weights: StreamWeights) -> Tensor:
+def settled(numbers: Tensor, weights: StreamWeights, iterations: int) -> Tensor:
+    """numbers [N, S + S^2] of a connection -> the mix [N, S + S^2] that a sub-block's output is merged by."""
+    size = weights.streams
+    combination = balanced(numbers[:, size:].unflatten(-1, (size, size)), weights.eps, iterations)
+    return torch.cat([2.0 * torch.sigmoid(numbers[:, :size]), combination.flatten(1)], dim=1)
+
+
+def balanced(combination: Tensor, eps: float, iterations: int) -> Tensor:
     """Softmax of each row, then rows and columns scaled in turn, columns last (Sinkhorn and Knopp)."""
-    c = combination.softmax(dim=-1) + weights.eps
-    c = c / (c.sum(dim=1, keepdim=True) + weights.eps)
-    for _ in range(weights.iterations - 1):
-        c = c / (c.sum(dim=2, keepdim=True) + weights.eps)
-        c = c / (c.sum(dim=1, keepdim=True) + weights.eps)
+    c = combination.softmax(dim=-1) + eps
+    c = c / (c.sum(dim=1, keepdim=True) + eps)
+    for _ in range(iterations - 1):
+        c = c / (c.sum(dim=2, keepdim=True) + eps)
+        c = c / (c.sum(dim=1, keepdim=True) + eps)
     return c

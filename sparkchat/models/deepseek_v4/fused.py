@@ -15,8 +15,10 @@ from torch import Tensor
 
 from sparkchat.kernels.hyper import PartList, StreamWeights, connect_streams
 from sparkchat.kernels.hyper.plan import MOST_STREAMS, PLAN
+from sparkchat.kernels.ranks.exchange import Sent
 from sparkchat.models.deepseek_v4.config import SPARSE_RATIO, DeepseekV4Config
 from sparkchat.models.deepseek_v4.hyper import HyperHead
+from sparkchat.models.deepseek_v4.packed import MOST_ROWS
 from sparkchat.models.deepseek_v4.row_pass import RowPass, RowRoom
 from sparkchat.models.deepseek_v4.stack import Stack
 from sparkchat.models.layers import RMSNorm
@@ -47,6 +49,8 @@ class FusedStack:
         self._streams = [layer.stream_weights() for layer in stack.layers]
         """Of the attention and of the experts of every layer"""
         self._head = head.kernel_weights()
+        width = self._head.fn.shape[1] // self._head.streams
+        self._exchanges = PLAN.is_quick and group.exchange(1, width) is not None
         for layer in stack.layers:
             layer.attention.join_pools()
 
@@ -76,6 +80,7 @@ class FusedStack:
                 out=out,
                 taken=taken,
                 tap=means.get(tapped),
+                iterations=self._streams[0][0].iterations,
             )
             if output is not None:
                 streams, spare = spare, streams
@@ -84,7 +89,9 @@ class FusedStack:
             before_attention, before_experts = layer.norms
             self.room.ahead.call(*layer.attention.first_weights)
             read(weights[0], before_attention, index - 1, normed)
-            output = self._parts(layer.attention.by_kernels(normed, index, rows, self._group.size == 1))
+            # Whether the sum is made in parts decides its bits, and must not follow from how few rows there are.
+            may_be_parts = self._group.size == 1 or (self._exchanges and count <= MOST_ROWS)
+            output = self._parts(layer.attention.by_kernels(normed, index, rows, may_be_parts))
             self.room.ahead.call(*layer.experts.first_weights)
             # The streams between the two sub-blocks of a layer are nobody's tap.
             read(weights[1], before_experts, -2, normed)
@@ -96,9 +103,12 @@ class FusedStack:
         self.room.ahead.join()
         return taken, hidden, streams, means
 
-    def _parts(self, part: Tensor) -> Tensor | PartList:
+    def _parts(self, part: Tensor) -> Tensor | PartList | Sent:
         """Of all ranks: part [N, d], or partial sums of it [P, N, d]."""
         if self._group.size == 1:
             return part
+        exchange = self._group.exchange(*part.shape[-2:]) if self._exchanges else None
+        if exchange is not None:
+            return Sent(part, exchange)
         parts = self._group.parts(part) if part.dim() == 2 else self._group.parts_of_sum(part)
         return PartList(tuple(parts), self._group.addresses(parts))

@@ -1,0 +1,216 @@
+"""A connection of few rows in one launch, with the sum over the ranks in it: a program of two warps for some columns.
+
+What a launch of this kind costs is its chain of steps that wait for each other, not bytes. Here that is: this rank's
+parts are loaded and pushed to the others; theirs come; the merged columns' sums are left as words that carry the
+number of their round; those of all programs are gathered; columns are finished from registers. Weights are asked for
+when the message is on its way, and the combination is balanced while it is: a connection leaves the numbers of its
+mix as they are, and the launch that merges by it balances them.
+
+A program waits for its row's others, and for its like on other ranks. Programs start in the order of their rows, so
+those of the first row that is not done are on the card.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sparkchat.kernels.hyper.pieces import (
+    arrived,
+    balance,
+    finish_columns,
+    gather,
+    leave_sums,
+    merge,
+    numbers_of,
+    sigmoid,
+)
+from sparkchat.kernels.hyper.plan import ConnectPlan, words_of
+from sparkchat.kernels.launch import launch, power_of_two, wait
+from sparkchat.kernels.ranks.exchange import MOST_PROGRAMS, MOST_ROWS, Exchange
+from sparkchat.kernels.ranks.exchange_kernel import add_all, find_inboxes, push
+
+if TYPE_CHECKING:
+    from sparkchat.kernels.hyper import HyperWorkspace, StreamWeights
+
+
+@triton.jit
+def _merge_columns(
+    row, program, column, streams_ptr, output_ptr, mix_ptr, merged_ptr, tap_ptr, fn_ptr, sums_ptr, inboxes_ptr,
+    turns_ptr, part_stride, output_stride, tap_stride, rank, round_, eps,
+    TYPE: tl.constexpr, SIZE: tl.constexpr, STREAMS: tl.constexpr, COLUMNS: tl.constexpr, PROGRAMS: tl.constexpr,
+    COUNT: tl.constexpr, NUMBERS: tl.constexpr, READ: tl.constexpr, MIX: tl.constexpr, ITERATIONS: tl.constexpr,
+    PARTS: tl.constexpr, PLACED: tl.constexpr, RANKS: tl.constexpr, MOST_ROWS: tl.constexpr,
+    MOST_PROGRAMS: tl.constexpr, HAS_TAP: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """Some columns of a row behind the sub-block, of every stream float32; their sums are left, they are kept."""
+    turn = round_
+    if RANKS > 1:
+        turns_ptr += row * MOST_PROGRAMS + program
+        turn = 2 * tl.load(turns_ptr) + 1
+        places = find_inboxes(inboxes_ptr, rank, turn, row, RANKS, MOST_ROWS, SIZE)
+    # What is waited for first is asked for first.
+    loaded = ()
+    for part in tl.static_range(PARTS):
+        if PLACED is None:
+            at = output_ptr + part * part_stride
+        else:
+            at = tl.load(output_ptr + part).to(tl.pointer_type(PLACED))
+        # Another device may have written it: not from the cache of this multiprocessor.
+        loaded = loaded + (tl.load(at + row * output_stride + column, cache_modifier=".cg"),)  # noqa: RUF005
+    numbers = ()
+    if PARTS > 0:
+        for number in tl.static_range(STREAMS + STREAMS * STREAMS):
+            numbers = numbers + (tl.load(mix_ptr + row * (STREAMS + STREAMS * STREAMS) + number),)  # noqa: RUF005
+    behind = ()
+    for stream in tl.static_range(STREAMS):
+        behind = behind + (tl.load(streams_ptr + (row * STREAMS + stream) * SIZE + column),)  # noqa: RUF005
+    number = tl.arange(0, NUMBERS)[:, None]
+    fn = ()
+    for stream in tl.static_range(STREAMS):
+        at = fn_ptr + number * (STREAMS * SIZE) + stream * SIZE + column[None, :]
+        fn = fn + (tl.load(at, mask=number < COUNT, other=0.0),)  # noqa: RUF005
+    if PARTS > 0:
+        brought = tl.zeros((COLUMNS,), tl.float32)
+        for part in tl.static_range(PARTS):
+            brought += loaded[part].to(tl.float32)
+        if RANKS > 1:
+            push(brought, column, places, rank, turn, RANKS)
+            # What does not depend on the message is not to be done before it is on its way.
+            tl.debug_barrier()
+        mix = ()
+        for stream in tl.static_range(STREAMS):
+            mix = mix + (2.0 * sigmoid(numbers[stream]),)  # noqa: RUF005
+        c = ()
+        for place in tl.static_range(STREAMS * STREAMS):
+            c = c + (numbers[STREAMS + place],)  # noqa: RUF005
+        mix = mix + balance(c, eps, STREAMS, ITERATIONS, FAST)
+        if RANKS > 1:
+            brought = add_all(brought, column, places, rank, turn, RANKS)
+            tl.store(turns_ptr, (turn >> 1) + 1)
+        behind = merge(mix, behind, brought, TYPE, STREAMS)
+    xs = ()
+    for stream in tl.static_range(STREAMS):
+        xs = xs + (behind[stream].to(tl.float32),)  # noqa: RUF005
+    leave_sums(xs, fn, sums_ptr, program, round_, STREAMS, COLUMNS, PROGRAMS, COUNT, NUMBERS, READ, MIX)
+    if PARTS > 0:
+        for stream in tl.static_range(STREAMS):
+            tl.store(merged_ptr + (row * STREAMS + stream) * SIZE + column, behind[stream])
+    if HAS_TAP:
+        mean = xs[0]
+        for stream in tl.static_range(1, STREAMS):
+            mean += xs[stream]
+        tl.store(tap_ptr + row * tap_stride + column, (mean * (1.0 / STREAMS)).to(tap_ptr.dtype.element_ty))
+    return xs
+
+
+@triton.jit(do_not_specialize=["rank"])
+def _connect_rows(
+    streams_ptr, output_ptr, mix_ptr, merged_ptr, tap_ptr, fn_ptr, base_ptr, scale_ptr, sums_ptr, rounds_ptr,
+    next_mix_ptr, norm_ptr, out_ptr, taken_ptr, inboxes_ptr, turns_ptr, part_stride, output_stride, tap_stride, rank,
+    rms_eps, eps, norm_eps,
+    SIZE: tl.constexpr, STREAMS: tl.constexpr, COLUMNS: tl.constexpr, PROGRAMS: tl.constexpr, COUNT: tl.constexpr,
+    NUMBERS: tl.constexpr, READ: tl.constexpr, MIX: tl.constexpr, ITERATIONS: tl.constexpr, PARTS: tl.constexpr,
+    PLACED: tl.constexpr, RANKS: tl.constexpr, MOST_ROWS: tl.constexpr, MOST_PROGRAMS: tl.constexpr,
+    HAS_TAP: tl.constexpr, HAS_OUT: tl.constexpr, HAS_TAKEN: tl.constexpr, HAS_MIX: tl.constexpr, FIRST: tl.constexpr,
+    SECOND: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
+    # Where the halves are launches nothing is waited for.
+    MEETING: tl.constexpr = 2 if FIRST and SECOND else 0
+    TYPE: tl.constexpr = streams_ptr.dtype.element_ty
+    wait(PDL)
+    sums_ptr += row * (PROGRAMS * (READ + MIX))
+    # Odd, so never 0; all programs of a row have read it when the last program has gathered their sums.
+    round_ = 2 * tl.load(rounds_ptr + row, volatile=True) + 1
+    if program < PROGRAMS:
+        column = program * COLUMNS + tl.arange(0, COLUMNS)
+        if FIRST:
+            xs = _merge_columns(
+                row, program, column, streams_ptr, output_ptr, mix_ptr, merged_ptr, tap_ptr, fn_ptr, sums_ptr,
+                inboxes_ptr, turns_ptr, part_stride, output_stride, tap_stride, rank, round_, eps, TYPE, SIZE, STREAMS,
+                COLUMNS, PROGRAMS, COUNT, NUMBERS, READ, MIX, ITERATIONS, PARTS, PLACED, RANKS, MOST_ROWS,
+                MOST_PROGRAMS, HAS_TAP, FAST,
+            )  # fmt: skip
+        else:
+            xs = ()
+            for stream in tl.static_range(STREAMS):
+                at = (merged_ptr if PARTS > 0 else streams_ptr) + (row * STREAMS + stream) * SIZE + column
+                xs = xs + (tl.load(at).to(tl.float32),)  # noqa: RUF005
+        if SECOND:
+            index = tl.arange(0, READ)
+            scale = tl.load(scale_ptr + index, mask=index < STREAMS, other=0.0)
+            base = tl.load(base_ptr + index, mask=index < STREAMS, other=0.0)
+            factors = tl.load(norm_ptr + column) if HAS_OUT else xs[0]
+            totals = gather(sums_ptr, round_, PROGRAMS, READ, STREAMS + STREAMS * (STREAMS + 1) // 2, MEETING)
+            finish_columns(
+                row, column, xs, factors, totals, scale, base, out_ptr, taken_ptr, rms_eps, eps, norm_eps, TYPE, SIZE,
+                STREAMS, READ, HAS_OUT, HAS_TAKEN,
+            )  # fmt: skip
+    elif SECOND:
+        if HAS_MIX:
+            made = numbers_of(
+                sums_ptr, base_ptr, scale_ptr, round_, rms_eps, SIZE, STREAMS, PROGRAMS, READ, MIX, MEETING
+            )  # fmt: skip
+            place = tl.arange(0, MIX)
+            to = next_mix_ptr + row * (STREAMS + STREAMS * STREAMS) + place
+            tl.store(to, made, mask=place < STREAMS + STREAMS * STREAMS)
+        elif FIRST:
+            round_ = arrived(sums_ptr, round_, PROGRAMS, READ, STREAMS + STREAMS * (STREAMS + 1) // 2)
+        # All threads have seen the sums of all programs, which have read the number of the round before.
+        tl.debug_barrier()
+        tl.store(rounds_ptr + row, (round_ >> 1) + 1)
+
+
+def launch_connect_rows(
+    streams: Tensor,
+    weights: StreamWeights,
+    workspace: HyperWorkspace,
+    source: tuple[int, int, int, Tensor, Any],
+    exchange: Exchange | None,
+    mix: Tensor | None,
+    merged: Tensor | None,
+    next_mix: Tensor | None,
+    norm: Tensor | None,
+    norm_eps: float,
+    out: Tensor | None,
+    taken: Tensor | None,
+    tap: Tensor | None,
+    iterations: int,
+    plan: ConnectPlan,
+) -> None:
+    """As ``kernel.launch_connect_streams``, which has looked at the shapes. ``source``: as of ``kernel.parts_of``;
+    ``iterations``: of the balancing of ``mix``, which is made of numbers here."""
+    num_rows, size, width = streams.shape
+    programs, count = plan.programs, weights.fn.shape[0]
+    parts, part_stride, row_stride, begin, placed = source
+    read, mixed = words_of(size)
+
+    def start(is_first: bool, is_second: bool) -> None:
+        launch(
+            _connect_rows, (programs + 1, num_rows),
+            streams, begin, streams if mix is None else mix, streams if merged is None else merged,
+            streams if tap is None else tap, weights.fn, weights.base, weights.scale, workspace.sums, workspace.rounds,
+            streams if next_mix is None else next_mix, weights.base if norm is None else norm,
+            streams if out is None else out, streams if taken is None else taken,
+            streams if exchange is None else exchange.inboxes, streams if exchange is None else exchange.turns,
+            part_stride, row_stride, 0 if tap is None else tap.stride(0), 0 if exchange is None else exchange.rank,
+            weights.rms_eps, weights.eps, norm_eps,
+            SIZE=width, STREAMS=size, COLUMNS=width // programs, PROGRAMS=programs, COUNT=count,
+            NUMBERS=power_of_two(count), READ=read, MIX=mixed, ITERATIONS=iterations, PARTS=parts, PLACED=placed,
+            RANKS=1 if exchange is None else exchange.ranks, MOST_ROWS=MOST_ROWS, MOST_PROGRAMS=MOST_PROGRAMS,
+            HAS_TAP=tap is not None, HAS_OUT=out is not None, HAS_TAKEN=taken is not None,
+            HAS_MIX=next_mix is not None and not weights.is_head, FIRST=is_first, SECOND=is_second,
+            FAST=not triton.knobs.runtime.interpret, num_warps=plan.warps,
+        )  # fmt: skip
+
+    # The interpreter runs one program after the other, so none may wait for another of its row.
+    if triton.knobs.runtime.interpret and not streams.is_cuda:
+        start(True, False)
+        start(False, True)
+    else:
+        start(True, True)
