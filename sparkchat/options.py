@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from sparkchat.errors import UsageError
+from sparkchat.finite import is_number, short
 from sparkchat.params import DRAFT_TEMPERATURES, MODES
 
 Kind = Literal["number", "whole", "switch", "text", "choice", "texts", "bias"]
@@ -117,7 +119,7 @@ def check(option: Option, value: Any, where: str) -> Any:
     """A value that already has a type (TOML, JSON, a parsed flag). ``where`` names it in the error."""
     checked = _CHECKS[option.kind](value)
     if checked is None or (option.choices and checked not in option.choices):
-        raise UsageError(f"{where} is {_short(value)}; give {option.wanted}")
+        raise UsageError(f"{where} is {short(value)}; give {option.wanted}")
     return checked
 
 
@@ -134,11 +136,6 @@ def parse(option: Option, text: str, where: str) -> Any:
     return check(option, value, where)
 
 
-def _short(value: Any) -> str:
-    shown = repr(value)
-    return shown if len(shown) <= 60 else shown[:57] + "..."
-
-
 def _number(text: str, *, whole: bool) -> Any:
     try:
         return int(text) if whole else float(text)
@@ -147,8 +144,7 @@ def _number(text: str, *, whole: bool) -> Any:
 
 
 def _as_number(value: Any) -> float | None:
-    good = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return value if good and math.isfinite(value) else None
+    return value if is_number(value) else None
 
 
 def _as_whole(value: Any) -> int | None:
@@ -186,9 +182,12 @@ def _as_bias(value: Any) -> tuple[tuple[int, float], ...] | None:
         parts = pair.split("=", 1) if isinstance(pair, str) else pair
         if not isinstance(parts, (list, tuple)) or len(parts) != 2 or any(isinstance(part, bool) for part in parts):
             return None
+        # int() would make 5 of 5.7 and 10 of "1_0": another token than was written.
+        if not isinstance(parts[0], int) and not re.fullmatch(r"\s*\d+\s*", str(parts[0]), re.ASCII):
+            return None
         try:
             token_id, bias = int(parts[0]), float(parts[1])
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             return None
         # JSON has no infinity, and the engine is reached through JSON: -100 forbids a token as well.
         if not math.isfinite(bias) or token_id < 0:

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
 from sparkchat.errors import UsageError
+from sparkchat.finite import is_number, short
 
 Mode = Literal["off", "static", "compact", "cap-accept"]
 MODES: tuple[Mode, ...] = get_args(Mode)
@@ -53,16 +54,11 @@ class SamplingParams:
     def __post_init__(self) -> None:
         def need(ok: bool, name: str, value: object, want: str) -> None:
             if not ok:
-                raise UsageError(f"{name} {value!r} is not possible; give {want}")
+                raise UsageError(f"{name} {short(value)} is not possible; give {want}")
 
         def number(name: str) -> float:
             value = getattr(self, name)
-            need(
-                isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value),
-                name,
-                value,
-                "a finite number",
-            )
+            need(is_number(value), name, value, "a finite number")
             return float(value)
 
         def whole(name: str, value: object) -> int:
@@ -91,7 +87,7 @@ class SamplingParams:
             need(isinstance(text, str) and text != "", "stop", text, "a string of at least one character")
         for token_id, bias in self.logit_bias:
             need(whole("logit_bias id", token_id) >= 0, "logit_bias id", token_id, "a token id of 0 or more")
-            need(isinstance(bias, (int, float)) and not math.isnan(bias), "logit_bias", bias, "a number")
+            need(is_number(bias) or bias in (math.inf, -math.inf), "logit_bias", bias, "a number")
 
 
 @dataclass(frozen=True)
@@ -194,7 +190,7 @@ class ContextCosts:
 
     def __post_init__(self) -> None:
         for value in (self.tokens, self.ms_per_token, self.ms_per_token_row):
-            if isinstance(value, bool) or not (isinstance(value, (int, float)) and math.isfinite(value) and value >= 0):
+            if not (is_number(value) and value >= 0):
                 raise UsageError(f"context costs {value!r} must be a number of 0 or more")
 
 
@@ -240,7 +236,7 @@ def _check_costs(rows: tuple[int, ...], step_ms: tuple[float, ...]) -> None:
         raise UsageError(f"cost table has {len(rows)} rows and {len(step_ms)} step_ms; give equally many")
     if rows[0] < 1 or any(a >= b for a, b in itertools.pairwise(rows)):
         raise UsageError(f"cost table rows {list(rows)} must start at 1 or more and increase")
-    if any(not (isinstance(t, (int, float)) and math.isfinite(t) and t > 0) for t in step_ms):
+    if any(not (is_number(t) and t > 0) for t in step_ms):
         raise UsageError(f"cost table step_ms {list(step_ms)} must be positive numbers")
 
 
@@ -257,7 +253,7 @@ class Correction:
                 f"calibration has {len(self.temperatures)} temperatures and {len(self.shifts)} shifts; "
                 "give one of each per draft position"
             )
-        if not all(_is_finite(t) and t > 0 for t in self.temperatures) or not all(map(_is_finite, self.shifts)):
+        if not all(is_number(t) and t > 0 for t in self.temperatures) or not all(map(is_number, self.shifts)):
             raise UsageError(
                 f"calibration temperatures {list(self.temperatures)} must be numbers above 0, and shifts "
                 f"{list(self.shifts)} finite numbers"
@@ -271,10 +267,6 @@ class Correction:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Correction:
         return cls(tuple(map(float, data["temperatures"])), tuple(map(float, data["shifts"])))
-
-
-def _is_finite(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 @dataclass(frozen=True)

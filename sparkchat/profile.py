@@ -6,7 +6,6 @@ key by key and every value can say which file it came from. An unknown key is an
 
 from __future__ import annotations
 
-import math
 import re
 import tomllib
 from collections.abc import Callable, Mapping
@@ -16,6 +15,7 @@ from typing import Any, Literal
 
 from sparkchat.deepseek_prompt import RELEASES
 from sparkchat.errors import UsageError
+from sparkchat.finite import is_number
 from sparkchat.options import RUN, SAMPLING, check, unknown
 from sparkchat.params import Correction, CostTable, SamplingParams
 from sparkchat.sampling_kind import KINDS
@@ -237,7 +237,7 @@ def _temperatures(value: Any, where: str, _: Path) -> tuple[float, ...]:
 
 
 def _positive(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+    return is_number(value) and value > 0
 
 
 def _cost_tables(value: Any, where: str, file: Path) -> dict[str, CostTable]:

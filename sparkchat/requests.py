@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -29,8 +30,10 @@ class BadLine:
 
 def parse_line(line: bytes) -> dict[str, Any] | BadLine:
     """One line as an object; never raises."""
+    # Editors and shells of Windows begin a file with this mark.
+    line = line.removeprefix(codecs.BOM_UTF8)
     try:
-        value = strict_json.loads(line)
+        value = strict_json.loads(line, unique_keys=True)
     except UnicodeDecodeError as error:
         reason = f"the line is not UTF-8 (byte {error.start}); write JSON in UTF-8"
         return BadLine(reason, strict_json.read_member(line, "id"))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
 from sparkchat.errors import DamagedFile, UsageError
+from sparkchat.finite import is_number, short
 from sparkchat.models.base import ModelConfig
 from sparkchat.models.rope import ROPE_KINDS, RopeConfig
 from sparkchat.models.shape import DecoderShape
@@ -26,7 +26,7 @@ class ConfigFile:
         return self.data.get(key) is not None
 
     def refuse(self, key: str, want: str) -> DamagedFile:
-        return DamagedFile(f"{self.where}: {key} is {self.data.get(key)!r}, must be {want}")
+        return DamagedFile(f"{self.where}: {key} is {short(self.data.get(key))}, must be {want}")
 
     def whole(self, key: str, default: int | None = None, *, least: int = 1, most: int = LARGEST) -> int:
         value = self.data.get(key)
@@ -38,7 +38,7 @@ class ConfigFile:
     def number(self, key: str, default: float | None = None) -> float:
         value = self.data.get(key)
         value = default if value is None else value
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value) or value <= 0:
+        if not is_number(value) or value <= 0:
             raise self.refuse(key, "a positive number")
         return float(value)
 

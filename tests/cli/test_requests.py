@@ -18,6 +18,10 @@ CONFIG = RunConfig(
 )
 
 
+HUGE = 10**400
+"""A whole number that JSON can write and no float can hold."""
+
+
 def request(**line: Any) -> Any:
     return build_request(line, "r1", CONFIG)
 
@@ -33,6 +37,8 @@ def request(**line: Any) -> Any:
         (b"\xff\xfe", "not UTF-8"),
         (b"[" * 100_000, "not JSON"),
         (b'{"a": "\n"}', "not JSON"),
+        (b'{"prompt": "a", "prompt": "b"}', "'prompt' is given twice"),
+        (b'{"messages": [{"role": "user", "content": "a", "content": "b"}]}', "'content' is given twice"),
     ],
 )
 def test_what_is_no_object_is_said(line: bytes, words: str) -> None:
@@ -120,6 +126,12 @@ def test_messages_and_ids() -> None:
         ({"prompt": "a", "stop": [""]}, "stop"),
         ({"prompt": "a", "stop": [3]}, "stop"),
         ({"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias"),
+        ({"prompt": "a", "logit_bias": [[5.7, 1]]}, "logit_bias"),
+        ({"prompt": "a", "logit_bias": {"1_0": 1}}, "logit_bias"),
+        ({"prompt": "a", "logit_bias": {"5": HUGE}}, "logit_bias"),
+        ({"prompt": "a", "temperature": HUGE}, "temperature is 1000"),
+        ({"prompt": "a", "top_p": -HUGE}, "top_p is -1000"),
+        ({"prompt": "a", "seed": HUGE}, "2^64-1"),
         ({"prompt": "a", "raw": "yes"}, "raw"),
         ({"prompt": "a", "raw": True, "system": "s"}, "system has no place"),
         ({"prompt_ids": [1], "think": False}, "think has no place"),
@@ -150,6 +162,10 @@ def test_every_refusal_is_one_line() -> None:
     with pytest.raises(UsageError) as caught:
         build_request({"prompt": "a", "x\ny": 1}, "r1", CONFIG)
     assert "\n" not in str(caught.value)
+
+
+def test_a_mark_at_the_start_of_a_file_is_no_part_of_its_first_line() -> None:
+    assert parse_line(b'\xef\xbb\xbf{"prompt": "a"}\r') == {"prompt": "a"}
 
 
 def test_a_parsed_line_is_the_object() -> None:
