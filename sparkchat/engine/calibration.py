@@ -17,7 +17,6 @@ from torch import Tensor
 
 from sparkchat.engine.cache_file import read_json, write_json
 from sparkchat.errors import DamagedFile, UsageError
-from sparkchat.finite import is_number
 from sparkchat.params import Correction
 
 NUM_BINS = 20
@@ -100,7 +99,7 @@ def _numbers(confidence_logits: Tensor) -> Tensor:
 
 
 def _scales(temperatures: Sequence[float], width: int) -> Tensor:
-    if len(temperatures) < width or not all(_is_positive(t) for t in temperatures):
+    if len(temperatures) < width or any(not (math.isfinite(t) and t > 0) for t in temperatures):
         raise UsageError(
             f"confidence temperatures {list(temperatures)} do not fit a block of {width}; give {width} positive numbers"
         )
@@ -237,7 +236,7 @@ def load_temperatures(folder: Path, key: str) -> tuple[tuple[float, ...] | None,
 
 
 def _is_positive(value: object) -> bool:
-    return is_number(value) and value > 0
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value > 0
 
 
 def _path(folder: Path, key: str) -> Path:
