@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from sparkchat import environment, inventory
 from sparkchat.catalog import DrafterRef, ModelRef
 from sparkchat.errors import NotEnoughMemory
 from sparkchat.headers import UnreadableHeader
 from sparkchat.kernels import cpu
-from sparkchat.memory_plan import SMALLEST_CONTEXT, MemoryPlan, Setting, plan_memory
+from sparkchat.memory_plan import SMALLEST_CONTEXT, MemoryPlan, Setting, device_counts, plan_memory
 from sparkchat.paths import Paths
 from sparkchat.profile import Profile
 from sparkchat.resolve import Resolution
@@ -88,25 +89,40 @@ def setting_of(options: Resolution, machine: Machine, num_requests: int, num_dev
     )
 
 
-def plan_for(
+def plans_by_devices(
     model: ModelRef, drafter: DrafterRef, paths: Paths, setting: Setting, *, ask_hub: bool = False
-) -> MemoryPlan | None:
-    """The memory plan of a pair from the headers of its files; None where they are not there or not understood.
+) -> dict[int, MemoryPlan]:
+    """The memory plans of a pair from the headers of its files, for the number of devices in ``setting`` and for every
+    number that could share the model; empty where they are not there or not understood.
 
     ``ask_hub``: headers of what is not on disk are asked of the hub, and what that raises is raised here.
     """
     try:
         target = inventory.headers(model.path, model.sources, paths, ask_hub=ask_hub)
         if target is None:
-            return None
+            return {}
         draft = None
         if drafter.is_present and not drafter.is_inner:
             draft = inventory.headers(drafter.path, drafter.sources, paths, ask_hub=ask_hub)
             if draft is None:
-                return None
-        return plan_memory(target, draft, setting, inner_drafter=drafter.is_inner)
+                return {}
+        counts = sorted({setting.num_devices, *device_counts(target)})
+        return {
+            count: plan_memory(target, draft, replace(setting, num_devices=count), inner_drafter=drafter.is_inner)
+            for count in counts
+        }
     except UnreadableHeader:
-        return None
+        return {}
+
+
+def fewest_devices(plans: Mapping[int, MemoryPlan], machine: Machine, context: int | None) -> int | None:
+    """The smallest number of devices of which each has its part of ``context`` tokens free, or of a short chat."""
+    for count, plan in sorted(plans.items()):
+        free = free_on(machine, count)
+        least = min(SMALLEST_CONTEXT if context is None else context, plan.max_context)
+        if free is not None and plan.total(least) <= free:
+            return count
+    return None
 
 
 def free_on(machine: Machine, num_devices: int) -> int | None:
@@ -114,10 +130,13 @@ def free_on(machine: Machine, num_devices: int) -> int | None:
     return min(machine.free[:num_devices]) if 0 < num_devices <= len(machine.free) else None
 
 
-def fitting_context(plan: MemoryPlan, machine: Machine, asked: int | None, name: str) -> int | None:
+def fitting_context(
+    plan: MemoryPlan, machine: Machine, asked: int | None, name: str, enough_devices: int | None = None
+) -> int | None:
     """The context to run with: None leaves it to the model; a smaller number when the model's own does not fit.
 
-    ``asked``: a context that was typed, which is honoured or refused. Raises NotEnoughMemory with the numbers.
+    ``asked``: a context that was typed, which is honoured or refused; ``enough_devices``: how many would hold it.
+    Raises NotEnoughMemory with the numbers.
     """
     free = free_on(machine, plan.num_devices)
     wanted = min(plan.max_context if asked is None else asked, plan.max_context)
@@ -127,7 +146,8 @@ def fitting_context(plan: MemoryPlan, machine: Machine, asked: int | None, name:
     if asked is None and largest >= min(SMALLEST_CONTEXT, plan.max_context):
         return largest
     shown = wanted if asked is not None else min(SMALLEST_CONTEXT, plan.max_context)
-    ways = [f"--context {largest}"] if asked is not None and largest >= SMALLEST_CONTEXT else []
+    ways = [f"--tp {enough_devices}"] if enough_devices is not None else []
+    ways += [f"--context {largest}"] if asked is not None and largest >= SMALLEST_CONTEXT else []
     if plan.drafter and plan.total(shown) - plan.drafter <= free:
         ways.append("--drafter none")
     raise NotEnoughMemory(

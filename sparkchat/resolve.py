@@ -189,6 +189,11 @@ def _refuse_parallel(options: Resolution, model: ModelRef) -> None:
         raise UsageError(
             f"{asked}: {model.name} is not DeepSeek V4, which alone several devices can share; leave it out"
         )
+    counts = {} if model.profile is None else model.profile.get("model.min_memory_gb", {})
+    if model.path is None and len(counts) > 1 and options["tp"] not in counts:
+        # Of a folder, its config says so; nobody fetches a model to hear it.
+        known = ", ".join(map(str, sorted(counts)))
+        raise UsageError(f"{asked}: {model.name} is shared by {known} devices and by no other number; give one of them")
     if options["tp"] > 1 and cost_device(options) != "cpu":
         left = len(environment.gpus()) - int(options["device"].partition(":")[2] or 0)
         if options["tp"] > left:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 from sparkchat.catalog import DrafterRef, ModelRef
@@ -12,10 +13,11 @@ from sparkchat.fit import (
     Machine,
     describe_parts,
     describe_plan,
+    fewest_devices,
     fitting_context,
     free_on,
     needs_of,
-    plan_for,
+    plans_by_devices,
     setting_of,
     this_machine,
 )
@@ -33,21 +35,30 @@ def memory_report(
     machine = this_machine(options["device"])
     wanted = context if context is not None else options["context"]
     try:
-        plan = plan_for(model, drafter, paths, setting_of(options, machine, 1), ask_hub=ask_hub)
+        plans = plans_by_devices(model, drafter, paths, setting_of(options, machine, 1), ask_hub=ask_hub)
     except SparkchatError:
         # The command itself says what is wrong with the source.
-        plan = None
-    return {"memory_plan": None if plan is None else _as_json(plan, machine, wanted)}
+        plans = {}
+    plan = plans.get(options["tp"])
+    return {"memory_plan": None if plan is None else _as_json(plan, plans, machine, wanted)}
 
 
-def _as_json(plan: MemoryPlan, machine: Machine, context: int | None) -> dict[str, Any]:
+def _as_json(
+    plan: MemoryPlan, plans: Mapping[int, MemoryPlan], machine: Machine, context: int | None
+) -> dict[str, Any]:
+    """``plans``: by number of devices."""
     shown = plan.max_context if context is None else min(context, plan.max_context)
     free = free_on(machine, plan.num_devices)
     largest = None if free is None else plan.largest_context(free)
     wanted = min(SMALLEST_CONTEXT, plan.max_context) if context is None else shown
+    lines = describe_plan(plan, machine, context)
+    if len(plans) > 1:
+        each = ", ".join(f"{count} x {human(other.total(shown))}" for count, other in plans.items())
+        lines.append(f"by number of devices: {each}")
     return {
         "context": shown,
         "total_bytes": plan.total(shown),
+        "total_bytes_by_devices": {str(count): other.total(shown) for count, other in plans.items()},
         "parts": plan.parts(shown),
         "num_caches": plan.num_caches,
         "num_devices": plan.num_devices,
@@ -55,7 +66,7 @@ def _as_json(plan: MemoryPlan, machine: Machine, context: int | None) -> dict[st
         "largest_context": largest,
         "max_context": plan.max_context,
         "fits": largest is not None and largest >= wanted,
-        "lines": describe_plan(plan, machine, context),
+        "lines": lines,
     }
 
 
@@ -71,13 +82,12 @@ def refuse_before_fetch(
         return
     machine = this_machine(options["device"])
     try:
-        plan = plan_for(model, drafter, paths, setting_of(options, machine, num_requests), ask_hub=True)
+        plans = plans_by_devices(model, drafter, paths, setting_of(options, machine, num_requests), ask_hub=True)
     except Unreachable:
         raise
     except SparkchatError:
         return
-    if plan is not None:
-        fitting_context(plan, machine, typed_context(options), model.name)
+    _fitting(plans, machine, options, model.name)
 
 
 def within_memory(
@@ -85,11 +95,11 @@ def within_memory(
 ) -> tuple[int | None, tuple[str, ...]]:
     """The context to run with, and what to tell the user of it. Raises NotEnoughMemory with the numbers."""
     machine = this_machine(options["device"])
-    plan = plan_for(model, drafter, paths, setting_of(options, machine, num_requests))
-    wanted = config.spec.context
+    plans = plans_by_devices(model, drafter, paths, setting_of(options, machine, num_requests))
+    plan, wanted = plans.get(options["tp"]), config.spec.context
     if plan is None:
         return wanted, ()
-    fitting = fitting_context(plan, machine, typed_context(options), model.name)
+    fitting = _fitting(plans, machine, options, model.name)
     if fitting is None or (wanted is not None and fitting >= wanted):
         return wanted, ()
     full = plan.max_context if wanted is None else min(wanted, plan.max_context)
@@ -99,6 +109,13 @@ def within_memory(
         f"{describe_parts(plan, fitting)}; give --context to choose"
     )
     return fitting, (sentence,)
+
+
+def _fitting(plans: Mapping[int, MemoryPlan], machine: Machine, options: Resolution, name: str) -> int | None:
+    plan, typed = plans.get(options["tp"]), typed_context(options)
+    if plan is None:
+        return None
+    return fitting_context(plan, machine, typed, name, fewest_devices(plans, machine, typed))
 
 
 def typed_context(options: Resolution) -> int | None:

@@ -112,6 +112,7 @@ def test_where_more_devices_hold_it_their_number_is_named(machine: Callable[...,
     [
         ("deepseek-v4-flash", ("--tp", "4"), "--tp 4: NVIDIA GPUs to use: 2; give --tp 2 or fewer"),
         ("deepseek-v4-flash", ("--tp", "2", "--device", "cuda:1"), "--tp 2: NVIDIA GPUs to use: 1"),
+        ("deepseek-v4-flash", ("--tp", "3"), "--tp 3: deepseek-v4-flash is shared by 1, 2, 4, 8 devices"),
         ("qwen3-8b", ("--tp", "2"), "--tp 2: qwen3-8b is not DeepSeek V4"),
     ],
 )

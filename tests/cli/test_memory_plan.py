@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import struct
 import subprocess
 import sys
@@ -17,12 +18,13 @@ from safetensors.torch import save_file
 
 from cli.conftest import ROOT, Cli, child_environment
 from cli.mock_hub import Hub, Repo
-from fixtures.deepseek_v4 import parsed, v4_config
+from fixtures.deepseek_v4 import FULL_SIZES, parsed, v4_config, write_json
 from models.deepseek_v4.test_load_plan import write_headers
 from models.gguf_files import write_gguf
 from models.pairs import CPU, make_theirs
 from models.test_gemma4 import make_theirs as make_gemma4
 from sparkchat import environment, inventory
+from sparkchat.catalog import load_profile
 from sparkchat.config import RunConfig
 from sparkchat.environment import Gpu, Memory
 from sparkchat.errors import NotEnoughMemory
@@ -85,6 +87,32 @@ def test_deepseek_v4_is_planned_as_its_own_loader_plans_it(tmp_path: Path) -> No
         assert ours.weights + ours.drafter == pytest.approx(theirs.rank_bytes, rel=1e-4)
         assert ours.cache(131072) == pytest.approx(2 * cache_bytes(config, 131072), rel=1e-4)
         assert plan_memory(headers, None, setting).drafter == 0
+
+
+def full_folder(folder: Path) -> Path:
+    """DeepSeek V4's headers as published, without data."""
+    folder.mkdir()
+    write_headers(folder, parsed(v4_config(FULL_SIZES)))
+    write_json(folder / "config.json", v4_config(FULL_SIZES))
+    return folder
+
+
+def test_a_v4_folder_says_its_need_by_number_of_devices(
+    tmp_path: Path, main: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = 141_000_000_000
+    monkeypatch.setattr(environment, "torch_has_cuda", lambda: True)
+    monkeypatch.setattr(environment, "gpus", lambda: tuple(Gpu(n, "x", size, size, "1") for n in range(4)))
+    folder = full_folder(tmp_path / "v4")
+    plan = main("show", folder, "--context", "131072", "--json").json["memory_plan"]
+    profile = load_profile("deepseek-v4-flash", user_paths())
+    assert profile is not None
+    needs = {int(count): math.ceil(total / 1e9) for count, total in plan["total_bytes_by_devices"].items()}
+    assert needs == profile.get("model.min_memory_gb")
+    assert plan["lines"][-1].startswith("by number of devices: 1 x 173.")
+    done = main("run", folder, "--prompt-ids", "1")
+    assert done.code == 4
+    assert "171.2 GB (weights 156.0 GB, drafter 10.9 GB" in done.error and "give --tp 2 or" in done.error
 
 
 def write_dense(folder: Path, dtype: torch.dtype) -> None:
