@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -123,7 +124,8 @@ def verify(path: Path | None, sources: tuple[Source, ...], paths: Paths) -> list
     """Read every local file again."""
     checked: list[Checked] = []
     if path is not None:
-        return [Checked(str(file), _structure(file)) for file in local_files(path, (), paths)]
+        checked = [Checked(str(file), _structure(file)) for file in local_files(path, (), paths)]
+        return checked + [Checked(str(file), "damaged") for file in snapshot.missing_shards(path)]
     for source in sources:
         found = _cached_or_damaged(source, paths)
         if found is None:
@@ -137,9 +139,17 @@ def verify(path: Path | None, sources: tuple[Source, ...], paths: Paths) -> list
 
 
 def _structure(file: Path) -> Verdict:
-    """Of a file whose checksum nobody knows: whether it ends where its own header says."""
+    """Of a file whose checksum nobody knows: whether it ends where its own header says, or is JSON."""
     is_cut = file.suffix == ".safetensors" and not snapshot.has_all_tensors(file)
-    return "damaged" if is_cut else "unchecked"
+    return "damaged" if is_cut or (file.suffix == ".json" and not _is_json(file)) else "unchecked"
+
+
+def _is_json(file: Path) -> bool:
+    try:
+        json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return False
+    return True
 
 
 def _verify_snapshot(folder: Path) -> list[Checked]:

@@ -16,6 +16,8 @@ _PROMPTS = ("prompt", "messages", "prompt_ids")
 _OTHERS = ("id", "raw", "system", "think", "reasoning_effort", "mode", "block_size", "accept_cap", "draft_temperature")
 _KNOWN = (*_PROMPTS, *_OTHERS, *SAMPLING)
 _ROLES = ("system", "user", "assistant", "tool")
+_THINKING = ("reasoning_content", "reasoning")
+"""Fields that clients send back with an answer. Thinking of earlier turns is no part of a prompt."""
 _WHERE = "this request's"
 
 
@@ -131,8 +133,12 @@ def _messages(value: Any) -> tuple[dict[str, str], ...]:
     if not isinstance(value, list) or not value:
         raise UsageError(f"{_WHERE} messages must be a list of at least one {{role, content}}")
     for number, message in enumerate(value, 1):
-        if not isinstance(message, dict) or set(message) != {"role", "content"}:
+        thinking = _THINKING if isinstance(message, dict) and message.get("role") == "assistant" else ()
+        if not isinstance(message, dict) or set(message) - set(thinking) != {"role", "content"}:
             raise UsageError(f"message {number} must have exactly role and content")
+        for name in thinking:
+            if message.get(name) is not None:
+                _text(message[name], f"{name} of message {number}")
         if message["role"] not in _ROLES:
             raise UsageError(unknown(f"role of message {number}", message["role"], _ROLES))
         _text(message["content"], f"content of message {number}")

@@ -244,14 +244,10 @@ def is_complete(snapshot: Path, name: str) -> bool:
     """Is everything there? Raises DamagedFile for weights that are there but cut short."""
     if not (snapshot / "config.json").is_file():
         return False
-    index = snapshot / "model.safetensors.index.json"
-    weights = list(snapshot.glob("*.safetensors"))
-    if index.is_file():
-        try:
-            shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-            weights = [snapshot / str(shard) for shard in shards]
-        except (OSError, ValueError, KeyError, AttributeError, TypeError):
-            return False
+    try:
+        weights = _shards(snapshot) or list(snapshot.glob("*.safetensors"))
+    except ValueError:
+        return False
     if not weights or not all(file.is_file() for file in weights):
         return False
     for file in weights:
@@ -260,6 +256,25 @@ def is_complete(snapshot: Path, name: str) -> bool:
                 f"{file.name} of {name} is cut short in {snapshot}; type `sparkchat pull {name}` to mend it"
             )
     return True
+
+
+def _shards(folder: Path) -> list[Path]:
+    """Files that the index of a model folder names; empty without an index. Raises ValueError for one that is none."""
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        return []
+    try:
+        return [folder / str(name) for name in set(json.loads(index.read_bytes())["weight_map"].values())]
+    except (OSError, KeyError, AttributeError, TypeError) as error:
+        raise ValueError(f"{index}: {error}") from None
+
+
+def missing_shards(path: Path) -> list[Path]:
+    """Files that are not in a model folder although its index names them."""
+    try:
+        return sorted(file for file in _shards(path) if not file.is_file())
+    except ValueError:
+        return []
 
 
 def has_all_tensors(file: Path) -> bool:

@@ -177,6 +177,31 @@ def test_verify_of_nothing_is_code_3(main: Cli) -> None:
     assert main("verify", "smollm2-135m").code == 3
 
 
+def test_verify_of_a_folder_finds_what_is_gone_cut_or_no_json(main: Cli, tmp_path: Path) -> None:
+    def files(**parts: bytes) -> dict[str, bytes]:
+        shard = b"\x02" + bytes(7) + b"{}"
+        index = json.dumps({"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}}).encode()
+        whole = {"config.json": b"{}", "model.safetensors.index.json": index}
+        return whole | {"1.safetensors": shard, "2.safetensors": shard} | parts
+
+    for name, data, code in (
+        ("config.json", b"{}", 0),
+        ("2.safetensors", None, 6),
+        ("1.safetensors", b"\x02", 6),
+        ("config.json", b'{"a"', 6),
+        ("model.safetensors.index.json", b"{", 6),
+    ):
+        folder = tmp_path / f"{len(list(tmp_path.iterdir()))}"
+        folder.mkdir()
+        for file, content in files(**{name: data}).items():
+            if content is not None:
+                (folder / file).write_bytes(content)
+        done = main("verify", folder, "--json")
+        assert done.code == code, name
+        bad = [Path(item["path"]).name for item in done.json["files"] if item["verdict"] == "damaged"]
+        assert bad == ([name] if code else [])
+
+
 HEADER = {
     "type": "header",
     "schema": "sparkchat.trace/1",

@@ -98,6 +98,8 @@ def test_messages_and_ids() -> None:
     messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
     made = request(messages=messages)
     assert made.messages == tuple(messages) and made.system is None
+    thought = {"role": "assistant", "content": "a", "reasoning_content": "why", "reasoning": None}
+    assert request(messages=[*messages, thought]).messages == (*messages, {"role": "assistant", "content": "a"})
     made = request(prompt_ids=[1, 2])
     assert made.prompt_ids == (1, 2) and made.system is None and made.think is None
     made = request(prompt="exact", raw=True)
@@ -147,6 +149,8 @@ def test_messages_and_ids() -> None:
         ({"messages": []}, "at least one"),
         ({"messages": ["hi"]}, "exactly role and content"),
         ({"messages": [{"role": "user", "content": "a", "name": "x"}]}, "exactly role and content"),
+        ({"messages": [{"role": "user", "content": "a", "reasoning": "x"}]}, "exactly role and content"),
+        ({"messages": [{"role": "assistant", "content": "a", "reasoning": 3}]}, "reasoning of message 1 is int"),
         ({"messages": [{"role": "robot", "content": "a"}]}, "role of message 1"),
         ({"messages": [{"role": "user", "content": None}]}, "NoneType"),
         ({"messages": [{"role": "system", "content": "a"}], "system": "b"}, "one of them"),
