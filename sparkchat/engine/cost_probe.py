@@ -15,7 +15,7 @@ import torch
 
 from sparkchat import __version__
 from sparkchat.engine.cache_file import files_identity, measurement_key
-from sparkchat.engine.cost_table import CostLookup, table_of
+from sparkchat.engine.cost_table import CostLookup, context_costs, table_of
 from sparkchat.engine.device import device_name
 from sparkchat.engine.loop import decode_step
 from sparkchat.engine.output import SilentOutput
@@ -42,6 +42,9 @@ PENDING_ROWS = 2
 """Features that each request has for its drafter when it drafts: as many as a usual step commits tokens."""
 PROBE_SAMPLING = SamplingParams(temperature=0.7, top_p=0.95, ignore_eos=True, seed=1)
 """Close to what chats use, so that the probe pays for filters and draws too."""
+
+_PROBE = "2"
+"""Counts up when tables are measured otherwise than before."""
 
 Progress = Callable[[dict[str, Any]], None]
 Length = int | None
@@ -116,7 +119,7 @@ def _key(spec: LoadSpec, pair: LoadedPair, batch: int | None = None) -> str:
         model=files_identity(spec.model_path),
         drafter=None if spec.drafter_path is None else files_identity(spec.drafter_path),
         device=f"{device_name(pair.device, pair.num_devices)} {threads}{sizes} {pair.target.config.dtype_name}",
-        versions={"sparkchat": __version__, "torch": torch.__version__},
+        versions={"sparkchat": __version__, "torch": torch.__version__, "probe": _PROBE},
     )
 
 
@@ -161,14 +164,6 @@ def _context_costs(
         return None
     long = _time_lengths(pair, 1, block, [0, block], seconds, tokens, REPEATS if repeats is None else repeats)
     return context_costs(PROMPT_TOKENS, tokens, block, [(short[n], long[n]) for n in (0, block)])
-
-
-def context_costs(base: int, tokens: int, block: int, times: Sequence[tuple[float, float]]) -> ContextCosts:
-    """From (milliseconds behind ``base`` cached tokens, behind ``tokens``) of one request that verifies nothing, and of
-    one that verifies ``block`` drafts."""
-    of_one, of_block = ((long - short) / (tokens - base) for short, long in times)
-    by_row = max(0.0, (of_block - of_one) / block)
-    return ContextCosts(base, max(0.0, of_one - by_row), by_row)
 
 
 def _outside_in(last: int) -> list[int]:

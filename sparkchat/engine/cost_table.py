@@ -194,6 +194,14 @@ def table_of(batches: Sequence[BatchCosts], *, pads_up: bool, context: ContextCo
     return CostTable(one.rows, one.step_ms, "measured", one.plain_ms, tuple(batches), pads_up, context)
 
 
+def context_costs(base: int, tokens: int, block: int, times: Sequence[tuple[float, float]]) -> ContextCosts:
+    """From (milliseconds behind ``base`` cached tokens, behind ``tokens``) of one request that verifies nothing, and of
+    one that verifies ``block`` drafts."""
+    of_one, of_block = ((long - short) / (tokens - base) for short, long in times)
+    by_row = max(0.0, (of_block - of_one) / block)
+    return ContextCosts(base, max(0.0, of_one - by_row), by_row)
+
+
 def _cleaned(table: CostTable) -> list[BatchCosts]:
     """Step times that never fall with rows, nor with requests at the same rows per request."""
     if not table.batches:

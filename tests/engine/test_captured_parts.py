@@ -135,7 +135,7 @@ def test_steps_are_timed_by_rows_that_differ(tiny_pair: Any) -> None:
     runner = open_one(tiny_pair.target, tiny_pair.drafter, True)
     decoder = runner.engine._captured
     assert decoder is not None
-    step, seen = decoder._step, []
+    step, seen, places = decoder._step, [], []
     with torch.inference_mode():
         step.seats.put(0, anchor=7, kv_len=3, seeds=5, temperature=0.5)
     before = {field.name: getattr(step.seats, field.name).clone() for field in fields(step.seats)}
@@ -143,6 +143,7 @@ def test_steps_are_timed_by_rows_that_differ(tiny_pair: Any) -> None:
 
     def watch(rows: Any, *rest: Any) -> Any:
         seen.append((rows.token_ids.clone(), int(rows.starts[-1])))
+        places.append(rows.positions.clone())
         return decode(rows, *rest)
 
     step.pair.target.decode_rows = watch  # type: ignore[method-assign]
@@ -151,4 +152,6 @@ def test_steps_are_timed_by_rows_that_differ(tiny_pair: Any) -> None:
         tokens, real = seen.pop()
         assert real == len(tokens) == num_rows
         assert is_drafting or len(set(tokens.tolist())) == count
+    decoder.time_stages(2, True, 7, Draws.SAMPLED, 1, context=65)
+    assert places.pop().tolist() == [65, 66, 67, 68, 65, 66, 67]
     assert all(torch.equal(getattr(step.seats, name), value) for name, value in before.items())

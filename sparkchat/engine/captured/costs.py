@@ -1,5 +1,5 @@
-"""What a captured step costs by its rows and requests: the table that budgets are chosen by, from replays over empty
-caches."""
+"""What a captured step costs by its rows, requests and their context: the table that budgets are chosen by, from
+replays of requests that nobody made."""
 
 from __future__ import annotations
 
@@ -8,22 +8,24 @@ from collections.abc import Sequence
 from sparkchat.engine.captured.decoder import CapturedDecoder
 from sparkchat.engine.captured.laws import Draws
 from sparkchat.engine.captured.tiers import row_tiers
-from sparkchat.engine.cost_table import table_of
+from sparkchat.engine.cost_table import context_costs, table_of
 from sparkchat.params import BatchCosts, CostTable
 
 REPEATS = 9
+LONG_TOKENS = 8192
+"""A GPU reads a thousand cached tokens in some 50 microseconds, which a step of 5 milliseconds does not show."""
+_SAME_PLACE = 128
+"""Both contexts end at the same place in every window and every compressed block."""
 MOST_POINTS = 24
 """Row counts timed for one number of requests; each captures a graph that serving then needs as well."""
 
 
 def captured_costs(decoder: CapturedDecoder, block: int, counts: Sequence[int]) -> CostTable:
-    """Milliseconds of steps of so many requests (ascending from 1), with and without drafting, by rows.
+    """Milliseconds of steps of so many requests (ascending from 1), with and without drafting, by rows, and what a
+    cached token adds."""
 
-    Attention sees hardly a key here: what context adds, it adds to every length alike.
-    """
-
-    def time(count: int, is_drafting: bool, rows: int) -> float:
-        return decoder.time_stages(count, is_drafting, rows, Draws.SAMPLED, REPEATS)
+    def time(count: int, is_drafting: bool, rows: int, context: int = 1) -> float:
+        return decoder.time_stages(count, is_drafting, rows, Draws.SAMPLED, REPEATS, context)
 
     batches, is_thinned = [], False
     for count in counts:
@@ -32,8 +34,13 @@ def captured_costs(decoder: CapturedDecoder, block: int, counts: Sequence[int]) 
         is_thinned |= len(rows) < len(tiers)
         times = tuple(time(count, True, n) for n in rows)
         batches.append(BatchCosts(count, rows, times, time(count, False, count)))
+    more = min(LONG_TOKENS, decoder.context - block - 2) // _SAME_PLACE * _SAME_PLACE
+    context = None
+    if more > 0:
+        pairs = [(time(1, True, rows), time(1, True, rows, 1 + more)) for rows in (1, block + 1)]
+        context = context_costs(1, 1 + more, block, pairs)
     # Between rows that were left out a step up would be seen far too early.
-    return table_of(batches, pads_up=not is_thinned)
+    return table_of(batches, pads_up=not is_thinned, context=context)
 
 
 def thinned(rows: Sequence[int]) -> tuple[int, ...]:

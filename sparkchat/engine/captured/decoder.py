@@ -96,6 +96,12 @@ class CapturedDecoder:
         return self._flying is not None and any(seat.state is state for seat in self._flying.seats)
 
     @property
+    def context(self) -> int:
+        """Positions that a cache row has, of the target and of the drafter."""
+        caches = (self._pair.cache, self._pair.draft_cache)
+        return min(cache.context for cache in caches if cache is not None)
+
+    @property
     def row_tiers(self) -> tuple[int, ...]:
         """Row counts that verifications are captured for."""
         return self._rows
@@ -122,15 +128,18 @@ class CapturedDecoder:
         progress(total, total)
 
     @torch.inference_mode()
-    def time_stages(self, count: int, draft: bool, num_rows: int, draws: Draws, repeats: int) -> float:
-        """Median milliseconds of a step of requests that nobody made, over empty caches: for the cost table."""
+    def time_stages(
+        self, count: int, draft: bool, num_rows: int, draws: Draws, repeats: int, context: int = 1
+    ) -> float:
+        """Median milliseconds of a step of requests that nobody made, each with ``context`` tokens cached: for the cost
+        table."""
         count, num_rows = round_up(count, self._requests), round_up(num_rows, self._rows)
         draws, shares = self._kind(draws), draft and count > 1
         if draft:
             self._prepare_draft(count, draws)
         self._prepare_verify(num_rows, draws, shares)
         times = []
-        with strangers(self._step, count, num_rows, is_drafting=draft):
+        with strangers(self._step, count, num_rows, is_drafting=draft, context=context):
             for _ in range(repeats):
                 # Marks of its own: a step may be in flight.
                 started, ended = new_event(self._pair.device), new_event(self._pair.device)

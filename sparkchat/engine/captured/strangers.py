@@ -21,8 +21,11 @@ _ENDLESS = 1 << 40
 
 
 @contextmanager
-def strangers(step: CapturedStep, count: int, num_rows: int, *, is_drafting: bool) -> Iterator[None]:
-    """``count`` requests whose verification has ``num_rows`` rows; a plain step has one of each."""
+def strangers(step: CapturedStep, count: int, num_rows: int, *, is_drafting: bool, context: int = 1) -> Iterator[None]:
+    """``count`` requests whose verification has ``num_rows`` rows; a plain step has one of each.
+
+    ``context``: tokens that each has cached, of which nothing was ever computed: attention takes as long over zeros.
+    """
     seats, inputs = step.seats, step.inputs
     names = [field.name for field in fields(seats)]
     before = {name: getattr(seats, name).clone() for name in names}
@@ -30,7 +33,7 @@ def strangers(step: CapturedStep, count: int, num_rows: int, *, is_drafting: boo
     vocab = step.pair.target.config.vocab_size
     numbers = {
         "anchor": (place + 1) * _STRIDE % vocab,
-        "kv_len": 1,
+        "kv_len": context,
         "remaining": _ENDLESS,
         "cache_row": step.spare_row,
         "draft_row": step.spare_draft_row,
