@@ -16,10 +16,11 @@ from kernel_inputs import HALF, Case, Maker, Run, logits_of, settings_of
 from torch import Tensor
 from v4_attention import attention_block_cases
 
-from sparkchat.kernels.experts import ExpertBuffers, TiledBank, TiledExperts
+from sparkchat.kernels.experts import COUNTERS, ExpertBuffers, TiledBank, TiledExperts
 from sparkchat.kernels.experts.kernel import launch_add_parts, launch_down, launch_gate_up
-from sparkchat.kernels.experts.plan import ExpertPlan, down_plan, gate_up_plan
+from sparkchat.kernels.experts.plan import WHOLE_TRIED, ExpertPlan, WholePlan, down_plan, gate_up_plan
 from sparkchat.kernels.experts.plan import tried as tried_for_experts
+from sparkchat.kernels.experts.whole import launch_mix_experts
 from sparkchat.kernels.fp8 import TiledFp8
 from sparkchat.kernels.fp8.joint import JointPlan, JointProduct
 from sparkchat.kernels.fp8.joint_kernel import launch_joint
@@ -208,6 +209,34 @@ def expert_cases(make: Maker) -> Iterator[Case]:
         yield Case(f"experts, both {rows} rows", first + second, len(routings), both)
 
 
+def whole_cases(make: Maker) -> Iterator[Case]:
+    """Gate, up and down in two launches, and in one."""
+    layer = Layer.make(make)
+    for rows in (6, 1, 24, 64):
+        routings = layer.routings(make, rows)
+        space, x = ExpertBuffers.empty(rows, PER_ROW, layer.weights, HALF), make.half(rows, D, scale=1.0)
+        state = torch.zeros(COUNTERS, dtype=torch.int32, device=make.device)
+        first, second = gate_up(layer, x, routings, space), down(layer, routings, space)
+        two = both_launches(first(gate_up_plan(2 * WIDTH, D, rows)), second(down_plan(D, WIDTH, rows)))
+        variants = {"two launches": two["used"]}
+        for plan in WHOLE_TRIED:
+            fixed = (layer.weights, routings, space.inner, space.parts, state, plan)
+            variants[whole_name(plan)] = partial(_mix, x=x, fixed=fixed)
+        yield Case(f"experts, whole {rows} rows", sum(bytes_of(routings, make)), len(routings), variants)
+
+
+def _mix(i: int, x: Tensor, fixed: tuple) -> None:
+    weights, routings, inner, parts, state, plan = fixed
+    launch_mix_experts(x, weights, routings[i], inner, parts, state, 10.0, False, plan)
+
+
+def whole_name(plan: WholePlan) -> str:
+    first, second = plan.gate_up, plan.down
+    cut = f"{first.split}x{first.pairs} {second.split}x{second.pairs} stages {first.stages}, {first.shared_stages}"
+    kind = ", every so many" * (not plan.is_queued) + ", none ahead" * (not plan.is_ahead)
+    return f"{cut} programs {plan.programs}{kind}"
+
+
 def both_launches(first: Run, second: Run) -> dict[str, Run]:
     def run(i: int) -> None:
         first(i)
@@ -327,6 +356,7 @@ V4_GROUPS: dict[str, Callable[[Maker], Iterator[Case]]] = {
     "v4-joint": joint_cases,
     "v4-draft": draft_cases,
     "v4-experts": expert_cases,
+    "v4-whole": whole_cases,
     "v4-route": route_cases,
     "v4-block": attention_block_cases,
 }

@@ -282,6 +282,74 @@ def test_how_experts_are_cut_changes_no_bit_where_the_parts_are_the_same(layer) 
         assert torch.equal(again[0], inner) and torch.equal(again[1], parts)
 
 
+@pytest.mark.parametrize("number", [0, 1, 2, 4, 6, 8, 10, 12])
+def test_experts_in_one_launch(number: int, layer) -> None:  # type: ignore[no-untyped-def]
+    from dataclasses import replace
+
+    from sparkchat.kernels.experts import COUNTERS
+    from sparkchat.kernels.experts.kernel import launch_down, launch_gate_up
+    from sparkchat.kernels.experts.plan import WHOLE_TRIED, down_plan, gate_up_plan
+    from sparkchat.kernels.experts.reference import run_experts_reference
+    from sparkchat.kernels.experts.whole import launch_mix_experts
+
+    plan, state = WHOLE_TRIED[number], torch.zeros(COUNTERS, dtype=torch.int32, device=CUDA)
+    x, logits = normal(64, D), torch.randn(64, EXPERTS, device=CUDA) * 2
+    logits[40:, 9] += 50  # more rows of one expert than a tile has
+    together = None
+    for rows, is_rounded in ((64, False), (24, False), (6, False), (1, False), *(((6, True),) * (number == 0))):
+        parts, inner, routing = mixed(x[:rows].clone(), layer, logits[:rows].clone(), is_rounded)
+        given, want, got = x[:rows].clone(), [torch.full_like(t, float("nan")) for t in (inner, parts)], None
+        first, second = (
+            replace(used, split=cut.split, pairs=1, warps=cut.split)
+            for used, cut in ((gate_up_plan(2 * WIDTH, D, rows), plan.gate_up), (down_plan(D, WIDTH, rows), plan.down))
+        )
+        launch_gate_up(given, layer, routing, want[0], LIMIT, is_rounded, first)
+        launch_down(want[0], layer, routing, want[1], is_rounded, second)
+        # Again and again: the counters start from where the launch before has left them.
+        for _ in range(20):
+            got = [torch.full_like(t, float("nan")) for t in (inner, parts)]
+            launch_mix_experts(given, layer, routing, *got, state, LIMIT, is_rounded, plan)
+            assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1]), rows
+        assert not state.any() and got is not None
+        if rows == 6:
+            run_experts_reference(given, layer, routing, inner, parts, LIMIT, is_rounded)
+            assert error(got[0], inner) < 5e-3 and error(got[1], parts) < (2e-2 if is_rounded else 5e-3)
+        # A row's bits do not depend on the rows beside it.
+        together = got[1] if together is None else together
+        assert is_rounded or torch.equal(got[1], together[:, :rows])
+
+
+def test_experts_in_one_launch_in_a_graph_whose_routing_changes(layer) -> None:  # type: ignore[no-untyped-def]
+    from sparkchat.kernels.experts import COUNTERS, ExpertBuffers
+    from sparkchat.kernels.experts.plan import WHOLE_TRIED
+    from sparkchat.kernels.experts.whole import launch_mix_experts
+    from sparkchat.kernels.gate import Routing, route
+    from sparkchat.kernels.launch import overlap
+
+    state = torch.zeros(COUNTERS, dtype=torch.int32, device=CUDA)
+    x, logits, bias = normal(6, D), torch.randn(6, EXPERTS, device=CUDA) * 2, torch.zeros(EXPERTS, device=CUDA)
+    routing, space = Routing.empty(6, PER_ROW, EXPERTS, CUDA), ExpertBuffers.empty(6, PER_ROW, layer, HALF)
+
+    def mix() -> None:
+        route(logits, routing, 1.5, bias=bias)
+        launch_mix_experts(x, layer, routing, space.inner, space.parts, state, LIMIT, False, WHOLE_TRIED[0])
+
+    with overlap():
+        mix()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with overlap(), torch.cuda.graph(graph):
+        for _ in range(4):
+            mix()
+    for _ in range(5):
+        x.copy_(normal(6, D))
+        logits.normal_(0, 2)
+        space.parts.fill_(float("nan"))
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(space.parts, mixed(x, layer, logits)[0]) and not state.any()
+
+
 def test_a_mixture_in_a_graph_with_overlap_has_the_same_bits(layer) -> None:  # type: ignore[no-untyped-def]
     from sparkchat.kernels.launch import overlap
 

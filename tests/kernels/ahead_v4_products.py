@@ -16,8 +16,10 @@ import triton
 from kernels.ahead import CPU, HALF, Driver, compile_only
 from sparkchat.kernels.ahead import pieces
 from sparkchat.kernels.ahead.kernel import launch_call_ahead
-from sparkchat.kernels.experts import ExpertBuffers, TiledBank, TiledExperts
+from sparkchat.kernels.experts import COUNTERS, ExpertBuffers, TiledBank, TiledExperts
 from sparkchat.kernels.experts.kernel import launch_add_parts, launch_down, launch_gate_up
+from sparkchat.kernels.experts.plan import WHOLE_TRIED
+from sparkchat.kernels.experts.whole import launch_mix_experts
 from sparkchat.kernels.fp8 import TiledFp8
 from sparkchat.kernels.fp8.joint import JointProduct
 from sparkchat.kernels.fp8.joint_kernel import launch_joint
@@ -93,6 +95,12 @@ def experts() -> None:
         buffers = ExpertBuffers.empty(rows, PER_ROW, weights, HALF)
         launch_gate_up(torch.zeros(rows, D, dtype=HALF), weights, routing, buffers.inner, 10.0, is_rounded)
         launch_down(buffers.inner, weights, routing, buffers.parts, is_rounded)
+        state = torch.zeros(COUNTERS, dtype=torch.int32)
+        for plan in WHOLE_TRIED[:1]:
+            launch_mix_experts(
+                torch.zeros(rows, D, dtype=HALF), weights, routing, buffers.inner, buffers.parts, state, 10.0,
+                is_rounded, plan,
+            )  # fmt: skip
     launch_add_parts(torch.zeros(PER_ROW + 1, 6, D), torch.zeros(6, D))
 
 

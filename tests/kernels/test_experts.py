@@ -14,9 +14,10 @@ from torch import Tensor
 from kernels.agreement import assert_same_sums
 from sparkchat.kernels.experts import ExpertBuffers, TiledBank, TiledExperts, add_parts, plan, run_experts
 from sparkchat.kernels.experts.kernel import launch_add_parts, launch_down, launch_gate_up
-from sparkchat.kernels.experts.plan import ExpertPlan
+from sparkchat.kernels.experts.plan import ExpertPlan, WholePlan
 from sparkchat.kernels.experts.reference import dense_fp4, run_experts_reference
 from sparkchat.kernels.experts.weights import takes
+from sparkchat.kernels.experts.whole import launch_mix_experts
 from sparkchat.kernels.fp8 import TiledFp8
 from sparkchat.kernels.gate import Routing
 from sparkchat.kernels.gate.reference import list_choices
@@ -183,6 +184,32 @@ def test_a_program_of_several_pairs_and_parts(is_late: bool, device: torch.devic
     with first_programs(1, device):
         launch_down(want.inner, weights, routing, got.parts, False, replace(cut, split=1))
     torch.testing.assert_close(got.parts[..., :64], want.parts[..., :64], atol=2e-2, rtol=5e-3)
+
+
+WHOLE = WholePlan(ExpertPlan(1, 2, 2, 2), ExpertPlan(1, 2, 2, 2), 1)
+
+
+def whole_of(
+    x: Tensor, weights: TiledExperts, routing: Routing, state: Tensor, cut: WholePlan = WHOLE, is_rounded: bool = False
+) -> ExpertBuffers:
+    made = ExpertBuffers.empty(*routing.weights.shape, weights, x.dtype)
+    made.inner.fill_(NAN)
+    made.parts.fill_(NAN)
+    launch_mix_experts(x, weights, routing, made.inner, made.parts, state, LIMIT, is_rounded, cut)
+    return made
+
+
+def test_one_launch_against_the_reference(device: torch.device) -> None:
+    weights, x = experts_of(3, 128, 128, device), rows_of(2, 128, device)
+    state, want = torch.zeros(20, dtype=torch.int32, device=device), ExpertBuffers.empty(2, 1, weights, x.dtype)
+    # Expert 0 has no row, 1 has both; then 2 has one. The numbers are left as they were found.
+    for chosen, is_rounded in (([[1], [1]], False), ([[2], [1]], True)):
+        routing = routing_of(chosen, 3, device)
+        run_experts_reference(x, weights, routing, want.inner, want.parts, LIMIT, is_rounded)
+        got = whole_of(x, weights, routing, state, is_rounded=is_rounded)
+        assert not state.any()
+        for ours, theirs in ((got.inner, want.inner), (got.parts, want.parts)):
+            torch.testing.assert_close(ours, theirs, atol=2e-2, rtol=2e-2 if is_rounded else 5e-3)
 
 
 def test_parts_are_added_in_order(device: torch.device) -> None:

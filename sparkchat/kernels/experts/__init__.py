@@ -11,11 +11,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sparkchat.kernels.experts.plan import whole_plan
 from sparkchat.kernels.experts.reference import add_parts_reference, run_experts_reference
 from sparkchat.kernels.experts.weights import TiledBank, TiledExperts
 from sparkchat.kernels.gate.routing import Routing
 
-__all__ = ["ExpertBuffers", "TiledBank", "TiledExperts", "add_parts", "run_experts"]
+__all__ = ["COUNTERS", "ExpertBuffers", "TiledBank", "TiledExperts", "add_parts", "run_experts"]
+
+COUNTERS = 1024
+"""Numbers that programs of one launch meet at: enough for all items of as many rows as take one."""
 
 
 @dataclass(frozen=True)
@@ -42,12 +46,15 @@ def run_experts(
     *,
     limit: float,
     is_rounded: bool = False,
+    state: Tensor | None = None,
 ) -> None:
     """Fill ``buffers.parts`` from x [N, d] half.
 
     An expert is w2(silu(w1 x) * w3 x * weight): w1 x clamped above by ``limit``, w3 x on both sides, the product
     rounded to x's dtype; the shared one has weight 1. ``is_rounded``: inputs of products are first rounded as fp8
-    products round theirs, e4m3 with a power of two for each row's 128 inputs. Raises ValueError for wrong shapes.
+    products round theirs, e4m3 with a power of two for each row's 128 inputs. ``state``
+    [COUNTERS] int32, 0 before and behind each call, belongs to a stream of launches; with it few rows take one launch.
+    Raises ValueError for wrong shapes.
     """
     size, width = weights.size, weights.width
     rows, per_row = routing.weights.shape
@@ -58,6 +65,13 @@ def run_experts(
             raise ValueError(f"{name} is {tuple(tensor.shape)} with strides {tensor.stride()}; it must be {shape}")
     if not x.is_cuda:
         run_experts_reference(x, weights, routing, buffers.inner, buffers.parts, limit, is_rounded)
+        return
+    whole = None if state is None else whole_plan(rows)
+    if whole is not None:
+        from sparkchat.kernels.experts.whole import launch_mix_experts
+
+        assert state is not None
+        launch_mix_experts(x, weights, routing, buffers.inner, buffers.parts, state, limit, is_rounded, whole)
         return
     from sparkchat.kernels.experts.kernel import launch_down, launch_gate_up
 

@@ -16,29 +16,12 @@ import triton.language as tl
 from torch import Tensor
 
 from sparkchat.kernels.experts.plan import ExpertPlan, down_plan, gate_up_plan, most_items, row_tile
+from sparkchat.kernels.experts.units import down_values, gate_up_values, store_inner, store_parts, word_of
 from sparkchat.kernels.experts.weights import TiledExperts
 from sparkchat.kernels.gate.routing import Routing
 from sparkchat.kernels.launch import launch, power_of_two, wait
 from sparkchat.kernels.tiles.packing import OUTS, STEP
-from sparkchat.kernels.tiles.product import call_ahead, fp4_pairs, fp8_pairs
-
-
-@triton.jit
-def _chosen_rows(expert, first, counts_ptr, lists_ptr, list_size, at):
-    """(are there such rows of the item, which choices these are)"""
-    place = first + at
-    is_row = place < tl.load(counts_ptr + 1 + expert)
-    # Not masked by is_row, so that neither load waits for the other.
-    choice = tl.load(lists_ptr + expert.to(tl.int64) * list_size + tl.minimum(place, list_size - 1))
-    return is_row, choice
-
-
-@triton.jit
-def _activate(gate, up, limit):
-    """silu(gate) * up, gate clamped above, up on both sides; what is no number stays none."""
-    gate = tl.where(gate > limit, limit, gate)
-    up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
-    return gate / (1.0 + tl.exp(-gate)) * up
+from sparkchat.kernels.tiles.product import call_ahead
 
 
 @triton.jit(do_not_specialize=["num_rows", "list_size", "shared_items", "most_items"])
@@ -49,9 +32,7 @@ def _gate_up(
     SPLIT: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr, SHARED_STAGES: tl.constexpr, LATE: tl.constexpr,
     ROUND: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    # A pair of tiles is one of gate and one of up. Row n of part s lies at s * ROWS + n.
     tile, item = tl.program_id(0) * PAIRS, tl.program_id(1)
-    at, out_at = tl.arange(0, SPLIT * ROWS) % ROWS, tl.arange(0, ROWS)
     if PDL:  # noqa: SIM102 - one is decided when compiling, the other when running
         # Which experts are hit is not known yet; the shared one always is.
         if item < shared_items:
@@ -60,33 +41,15 @@ def _gate_up(
         # In this order: what starts next may read, before it waits itself, what the router wrote.
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    word = tl.load(items_ptr + tl.minimum(tl.maximum(item - shared_items, 0), most_items - 1))
-    items = shared_items + tl.load(counts_ptr)
-    if item >= items:
+    word = word_of(item, items_ptr, shared_items, most_items)
+    if item >= shared_items + tl.load(counts_ptr):
         return
-    if item < shared_items:
-        row, to_row = item * ROWS + at, item * ROWS + out_at
-        is_out = to_row < num_rows
-        gate, up = fp8_pairs(
-            x_ptr + row.to(tl.int64) * x_stride, row < num_rows, shared_codes + tile.to(tl.int64) * (STEPS * 4096),
-            shared_scales + tile * (STEPS * 2), 0, STEPS, STEPS, ROWS, PAIRS, SPLIT, SHARED_STAGES, ROUND,
-        )  # fmt: skip
-        value = _activate(gate, up, limit)
-        to = num_rows * PER_ROW + to_row
-    else:
-        expert, first = word & 0xFFFF, word >> 16
-        begin = (expert.to(tl.int64) * TILES + tile) * STEPS
-        is_row, choice = _chosen_rows(expert, first, counts_ptr, lists_ptr, list_size, at)
-        is_out, to = _chosen_rows(expert, first, counts_ptr, lists_ptr, list_size, out_at)
-        weight = tl.load(weights_ptr + to, mask=is_out, other=0.0)
-        gate, up = fp4_pairs(
-            x_ptr + (choice // PER_ROW).to(tl.int64) * x_stride, is_row, codes_ptr + begin * 2048,
-            scales_ptr + begin * 128, STEPS, ROWS, PAIRS, SPLIT, STAGES, LATE, ROUND,
-        )  # fmt: skip
-        value = _activate(gate, up, limit) * weight[None, None, :]
-    out_tile = tile + tl.arange(0, PAIRS)[:, None, None]
-    out = inner_ptr + to[None, None, :].to(tl.int64) * (TILES * 16) + out_tile * 16 + tl.arange(0, 16)[None, :, None]
-    tl.store(out, value.to(inner_ptr.dtype.element_ty), mask=is_out[None, None, :])
+    value, to, is_out = gate_up_values(
+        tile, item, word, x_ptr, codes_ptr, scales_ptr, shared_codes, shared_scales, counts_ptr, lists_ptr, weights_ptr,
+        num_rows, list_size, shared_items, x_stride, limit,
+        PER_ROW, TILES, STEPS, ROWS, PAIRS, SPLIT, STAGES, SHARED_STAGES, LATE, ROUND,
+    )  # fmt: skip
+    store_inner(value, to, is_out, tile, inner_ptr, TILES, PAIRS)
 
 
 @triton.jit(do_not_specialize=["num_rows", "list_size", "shared_items", "most_items"])
@@ -98,38 +61,20 @@ def _down(
     ROUND: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     tile, item = tl.program_id(0) * PAIRS, tl.program_id(1)
-    at, out_at = tl.arange(0, SPLIT * ROWS) % ROWS, tl.arange(0, ROWS)
     # Gate and up let this start when the router had ended, so that its lists may be read before all else has.
-    word = tl.load(items_ptr + tl.minimum(tl.maximum(item - shared_items, 0), most_items - 1))
+    word = word_of(item, items_ptr, shared_items, most_items)
     if item >= shared_items + tl.load(counts_ptr):
         return
     if PDL:  # noqa: SIM102
         if item < shared_items:
             call_ahead(shared_codes + tile.to(tl.int64) * (STEPS * 4096), PAIRS * STEPS, WARPS)
     wait(PDL)
-    if item < shared_items:
-        row, to_row = item * ROWS + at, item * ROWS + out_at
-        is_out = to_row < num_rows
-        one, two = fp8_pairs(
-            inner_ptr + (num_rows * PER_ROW + row).to(tl.int64) * (STEPS * 128), row < num_rows,
-            shared_codes + tile.to(tl.int64) * (STEPS * 4096), shared_scales + tile * (STEPS * 2), 0,
-            STEPS, STEPS, ROWS, PAIRS, SPLIT, SHARED_STAGES, ROUND,
-        )  # fmt: skip
-        to = PER_ROW * num_rows + to_row
-    else:
-        expert, first = word & 0xFFFF, word >> 16
-        begin = (expert.to(tl.int64) * TILES + tile) * STEPS
-        is_row, choice = _chosen_rows(expert, first, counts_ptr, lists_ptr, list_size, at)
-        is_out, out_choice = _chosen_rows(expert, first, counts_ptr, lists_ptr, list_size, out_at)
-        to = out_choice % PER_ROW * num_rows + out_choice // PER_ROW
-        one, two = fp4_pairs(
-            inner_ptr + choice.to(tl.int64) * (STEPS * 128), is_row, codes_ptr + begin * 2048, scales_ptr + begin * 128,
-            STEPS, ROWS, PAIRS, SPLIT, STAGES, LATE, ROUND,
-        )  # fmt: skip
-    out_tile = tile + tl.arange(0, PAIRS)[:, None, None]
-    out = parts_ptr + to[None, None, :].to(tl.int64) * (TILES * 32) + out_tile * 32 + tl.arange(0, 16)[None, :, None]
-    tl.store(out, one, mask=is_out[None, None, :])
-    tl.store(out + 16, two, mask=is_out[None, None, :])
+    one, two, to, is_out = down_values(
+        tile, item, word, inner_ptr, codes_ptr, scales_ptr, shared_codes, shared_scales, counts_ptr, lists_ptr,
+        num_rows, list_size, shared_items,
+        PER_ROW, TILES, STEPS, ROWS, PAIRS, SPLIT, STAGES, SHARED_STAGES, LATE, ROUND,
+    )  # fmt: skip
+    store_parts(one, two, to, is_out, tile, parts_ptr, TILES, PAIRS)
 
 
 @triton.jit

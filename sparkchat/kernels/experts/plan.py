@@ -12,6 +12,8 @@ from sparkchat.kernels.tiles.packing import OUTS, STEP
 
 FEW_ROWS, MANY_ROWS = 8, 16
 """Rows of a tile. An expert of more rows takes several, which find its weights in the L2 cache."""
+_REGISTERS = 65536
+"""Of a multiprocessor."""
 MOST_IN_FEW = 128
 """Rows of a batch up to which tiles are of FEW_ROWS: of 256 experts that are hit, next to none has more."""
 
@@ -34,6 +36,31 @@ class ExpertPlan:
     """Whether factors of blocks are multiplied in after the product with a block, not into its codes."""
 
 
+@dataclass(frozen=True)
+class WholePlan:
+    """How gate, up and down run as one launch. ``warps`` of both are the same."""
+
+    gate_up: ExpertPlan
+    down: ExpertPlan
+    programs: int
+    """Of a multiprocessor: as many as fit, as programs go on until nothing is left."""
+    is_ahead: bool = True
+    """Whether codes of down are called into L2 by who has to wait for gate and up."""
+    is_queued: bool = True
+    """Whether programs take the next unit that nobody has, or every so many-th."""
+
+    @property
+    def registers(self) -> int:
+        """Of a thread, so that all programs of a multiprocessor fit."""
+        return min(248, _REGISTERS // (32 * self.gate_up.warps * self.programs) // 8 * 8)
+
+    def of(self, both: int, size: int, width: int) -> WholePlan:
+        """The plan for weights [both, size] and [size, width] with less of pairs and steps than a large model's."""
+        first, second = _fitted(self.gate_up, both, size), _fitted(self.down, size, width)
+        warps = max(first.warps, second.warps)
+        return replace(self, gate_up=replace(first, warps=warps), down=replace(second, warps=warps))
+
+
 def gate_up_plan(out: int, size: int, rows: int) -> ExpertPlan:
     """The plan of gate and up of all experts, [out, size] each, for so many rows of the batch."""
     return _fitted(_of_rows(GATE_UP, rows), out, size)
@@ -49,6 +76,32 @@ DOWN = ((1, ExpertPlan(1, 2, 2, 6, 4)), (16, ExpertPlan(1, 4, 4, 3)), (None, Exp
 """Up to how many rows which plan, one ``split`` each. One row is few programs, which must ask for more at a time: what
 the shared expert's take for each turn of their loop is then the time of the launch.
 benchmarks/results/2026-11-30-v4-experts.md"""
+
+
+def whole_plan(rows: int) -> WholePlan | None:
+    """The plan of one launch for so many rows of the batch; None where two are made."""
+    return WHOLE if rows <= MOST_IN_WHOLE else None
+
+
+WHOLE: WholePlan | None = None
+MOST_IN_WHOLE = 64
+"""Rows of a batch up to which one launch is made."""
+
+
+def _whole(first: tuple[int, int], second: tuple[int, int], stages: int, shared: int, programs: int) -> WholePlan:
+    warps = first[0] * first[1]
+    return WholePlan(*(ExpertPlan(*cut, warps, stages, shared) for cut in (first, second)), programs)
+
+
+_LEAST = _whole((2, 1), (1, 2), 3, 2, 12)
+WHOLE_TRIED = (
+    _LEAST, replace(_LEAST, is_queued=False), replace(_LEAST, is_ahead=False), replace(_LEAST, programs=10),
+    _whole((2, 1), (1, 2), 4, 3, 8), _whole((2, 1), (1, 2), 5, 3, 6),
+    _whole((2, 2), (1, 4), 3, 2, 6), _whole((2, 2), (1, 4), 4, 3, 5),
+    _whole((4, 1), (1, 4), 3, 2, 6), _whole((4, 1), (1, 4), 4, 3, 4), _whole((4, 1), (2, 2), 3, 2, 6),
+    replace(_whole((4, 1), (2, 2), 3, 2, 6), is_queued=False), _whole((8, 1), (2, 4), 3, 2, 3),
+)  # fmt: skip
+"""Split and pairs of gate and up, and of down; stages; stages of the shared expert; programs of a multiprocessor."""
 
 
 def _of_rows(plans: tuple[tuple[int | None, ExpertPlan], ...], rows: int) -> ExpertPlan:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sparkchat.kernels.experts import ExpertBuffers, TiledBank, TiledExperts, add_parts, run_experts
+from sparkchat.kernels.experts import COUNTERS, ExpertBuffers, TiledBank, TiledExperts, add_parts, run_experts
 from sparkchat.kernels.fp8 import TiledFp8
 from sparkchat.models.deepseek_v4.activation import silu
 from sparkchat.models.deepseek_v4.config import DeepseekV4Config
@@ -59,6 +59,8 @@ class ExpertMixture:
         self._tiles = _tiles(scope, self.banks, stored) if self.gate.has_kernel else None
         if self._tiles is not None:
             self.banks = {}
+            # Of a launch's programs: none may run beside another of the same layer.
+            self._state = torch.zeros(COUNTERS, dtype=torch.int32, device=scope.device)
             return
         w1, w2, w3 = (shared.multiply_by(weight, None, True) for weight in stored)
         self._shared = Expert((w1, w2, w3), config)
@@ -106,7 +108,7 @@ class ExpertMixture:
         """As ``_by_kernels``, not added up: [k + 1, N, d] float32."""
         routing = self.gate.route(x, token_ids)
         buffers = ExpertBuffers.empty(*routing.weights.shape, tiles, x.dtype)
-        run_experts(x, tiles, routing, buffers, limit=self._limit, is_rounded=self._is_rounded)
+        run_experts(x, tiles, routing, buffers, limit=self._limit, is_rounded=self._is_rounded, state=self._state)
         return buffers.parts
 
     def mix(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
