@@ -13,6 +13,7 @@ from functools import partial
 import torch
 from kernel_inputs import Case, Maker, Run
 from torch import Tensor
+from v4_small import V4_SMALL_GROUPS
 
 from sparkchat.kernels.compressor import Pool, PoolShape
 from sparkchat.kernels.compressor.kernel import Tile as PoolTile
@@ -56,7 +57,7 @@ def where(make: Maker, requests: int, rows: int, context: int) -> tuple[Tensor, 
 
 
 def stream_cases(make: Maker) -> Iterator[Case]:
-    for rows in (1, 6, 64):
+    for rows in (1, 6, 24):
         each = 4 * 24 * STREAMS * D
         count = min(MOST_SETS, make.sets(each))
         weights = [
@@ -72,9 +73,9 @@ def stream_cases(make: Maker) -> Iterator[Case]:
             name = f"{plan.programs} programs, {plan.warps} warps, {plan.meeting.name.lower()}"
             space = hyper_workspace(rows, D, make.device, plan=plan)
             run = partial(
-                _connect, streams=streams, weights=weights, space=space, fixed=(*fixed, out, None, None, plan)
+                _connect, streams=streams, weights=weights, space=space, fixed=(*fixed, out, None, None, plan, 20)
             )  # fmt: skip
-            variants |= {name: run, f"{name}, overlapped": both(run)["overlapped"]}
+            variants[f"{name}{', quick' * plan.is_quick}"] = run
         yield Case(f"v4 streams {rows} rows", each + rows * D * (4 * STREAMS + 16 + 2), count, variants)
 
 
@@ -235,4 +236,5 @@ V4_ROW_GROUPS: dict[str, Callable[[Maker], Iterator[Case]]] = {
     "v4-latents": latent_cases,
     "v4-entries": pool_cases,
     "v4-choice": choice_cases,
+    **V4_SMALL_GROUPS,
 }

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
+from sparkchat.kernels.gate.plan import IS_QUICK
 from sparkchat.kernels.gate.reference import route_reference
 from sparkchat.kernels.gate.routing import Routing
+from sparkchat.kernels.gemm import gemm_splits, small_gemm
 
-__all__ = ["Routing", "route"]
+__all__ = ["Routing", "route", "score_and_route"]
 
 
 def route(
@@ -42,3 +45,26 @@ def route(
     from sparkchat.kernels.gate.kernel import launch_route
 
     launch_route(logits, routing, scale, bias, table, token_ids, arrived)
+
+
+def score_and_route(
+    x: Tensor,
+    weight: Tensor,
+    routing: Routing,
+    scale: float,
+    *,
+    bias: Tensor | None = None,
+    table: Tensor | None = None,
+    token_ids: Tensor | None = None,
+    arrived: Tensor,
+) -> None:
+    """As ``route`` of the logits x [N, d] weight [E, d]^T; few rows take one launch."""
+    logits = torch.empty((gemm_splits(weight), x.shape[0], weight.shape[0]), device=x.device)
+    if IS_QUICK and x.is_cuda:
+        from sparkchat.kernels.gate.quick import launch_gate_rows, takes
+
+        if takes(x.shape[0], weight.shape[1], logits.shape[0]):
+            launch_gate_rows(x, weight, logits, routing, scale, bias, table, token_ids, arrived)
+            return
+    small_gemm(x, weight, logits, epilogue="partials")
+    route(logits, routing, scale, bias=bias, table=table, token_ids=token_ids, arrived=arrived)

@@ -51,11 +51,7 @@ QUICK = ((64, 2), (64, 4), (32, 4), (128, 2))
 TRIED = (
     PLAN,
     ConnectPlan(meeting=Meeting.WORDS),
-    ConnectPlan(meeting=Meeting.LAUNCH),
-    ConnectPlan(64, 4),
-    ConnectPlan(32, 4),
-    ConnectPlan(32, 4, Meeting.WORDS),
-    ConnectPlan(32, 2),
+    *(ConnectPlan(programs, warps, is_quick=True) for programs, warps in QUICK),
 )
 REGISTERS = 256 * 32
 """Of a warp, at most; a multiprocessor has 65536."""
