@@ -41,6 +41,7 @@ class HubSource:
     file: str | None = None
     sha256: str | None = None
     size: int | None = None
+    """Bytes of the file; of a folder, those of its tensors."""
 
     @property
     def is_pinned(self) -> bool:

@@ -41,11 +41,14 @@ def list_models(json_: a.AsJson = False) -> None:
     if json_:
         as_json(entries)
         return
-    rows = [
-        (e["name"], human(e["bytes"]) if e["bytes"] else "-", e["state"], e["modified"] or "-", e["label"] or "-")
-        for e in entries
-    ]
+    rows = [(e["name"], _size(e), e["state"], e["modified"] or "-", e["label"] or "-") for e in entries]
     table(("NAME", "SIZE", "STATE", "MODIFIED", "LABEL"), rows)
+
+
+def _size(entry: dict[str, Any]) -> str:
+    """Of what is here, or of what a fetch would bring where that is pinned."""
+    size = entry["bytes"] or entry["pinned_bytes"]
+    return human(size) if size else "-"
 
 
 def _other_repositories(paths: Paths) -> list[str]:
@@ -61,12 +64,14 @@ def _entry(name: str, paths: Paths) -> dict[str, Any]:
         model = find_model(name, paths)
         files = inventory.local_files(model.path, model.sources, paths)
     except SparkchatError as error:
-        return {"name": name, "bytes": None, "state": f"broken: {error}", "modified": None, "label": None, "files": []}
-    profile = model.profile
+        nothing: dict[str, Any] = dict.fromkeys(("bytes", "pinned_bytes", "modified", "label"))
+        return {"name": name, **nothing, "state": f"broken: {error}", "files": []}
+    profile, first = model.profile, next(iter(model.sources), None)
     newest = max((file.stat().st_mtime for file in files), default=None)
     return {
         "name": name,
         "bytes": sum(file.stat().st_size for file in files) if files else None,
+        "pinned_bytes": None if first is None else first.size,
         "state": "on disk" if files else "not fetched",
         "modified": None if newest is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(newest)),
         "label": None if profile is None else profile.get("model.label"),
@@ -165,10 +170,14 @@ def _plain(value: Any) -> Any:
 
 def _shown(value: Any) -> str:
     if isinstance(value, tuple) and value and isinstance(value[0], (HubSource, WheelSource)):
-        return ", then ".join(source.describe() for source in value)
+        return ", then ".join(_with_size(source) for source in value)
     if value is None or value == ():
         return "-"
     return value if isinstance(value, str) else strict_json.dumps(_plain(value))
+
+
+def _with_size(source: Source) -> str:
+    return source.describe() if source.size is None else f"{source.describe()}, {human(source.size)}"
 
 
 def pull(

@@ -29,6 +29,26 @@ def test_every_shipped_profile_is_valid_and_pinned() -> None:
             assert isinstance(source, WheelSource) or (isinstance(source, HubSource) and source.is_pinned), source
 
 
+@pytest.mark.parametrize(
+    ("name", "hidden", "layers", "width", "heads", "num_tables"),
+    [("4b", 2560, 36, 9728, 32, 1), ("8b", 4096, 36, 12288, 32, 2), ("14b", 5120, 40, 17408, 40, 2)],
+)
+def test_qwen_and_its_drafters_have_the_sizes_of_their_shapes(
+    name: str, hidden: int, layers: int, width: int, heads: int, num_tables: int, main: Cli
+) -> None:
+    d, vocab, rank = hidden, 151936, 256
+    layer = 2 * d * heads * 128 + 2 * d * 8 * 128 + 2 * 128 + 3 * d * width + 2 * d
+    target = num_tables * vocab * d + layers * layer + d
+    drafter = 2 * vocab * d + 5 * d * d + 5 * layer + 2 * d + 2 * vocab * rank + d + rank + 1
+    profile = load_profile(f"qwen3-{name}", user_paths())
+    assert profile is not None
+    sizes = [profile.get(f"{part}.sources")[0].size for part in ("model", "drafter")]
+    assert sizes == [2 * target, 2 * drafter]
+    listed = {entry["name"]: entry["pinned_bytes"] for entry in main("list", "--json").json}
+    assert listed[f"qwen3-{name}"] == 2 * target
+    assert f", {2 * drafter / 1e9:.1f} GB" in main("show", f"qwen3-{name}").out
+
+
 def test_the_embedded_model_prefers_the_small_file_and_sends_no_system_text() -> None:
     profile = load_profile("smollm2-135m", user_paths())
     assert profile is not None

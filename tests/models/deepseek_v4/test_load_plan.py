@@ -140,6 +140,8 @@ def test_the_profiles_state_the_need_by_number_of_gpus(name: str, drafter: str) 
         name: StoredTensor(dtype, shape, Path("x"), num_bytes(dtype, shape))
         for name, dtype, shape in stored_form(full_layout(config))
     }
+    (source,) = profile.get("model.sources")
+    assert source.size == sum(tensor.num_bytes for tensor in stored.values())
     # A running chat, and one that is kept for its next turn.
     context = profile.get("run.context")
     needs = {
