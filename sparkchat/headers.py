@@ -122,13 +122,20 @@ def read_safetensors(read: Read) -> list[Tensor]:
     data = safetensors_head(read)
     try:
         entries = json.loads(data[8:])
-        return [
-            Tensor(name, str(entry["dtype"]), tuple(int(size) for size in entry["shape"]))
-            for name, entry in entries.items()
-            if name != "__metadata__"
-        ]
+        return [_tensor(name, entry) for name, entry in entries.items() if name != "__metadata__"]
     except (struct.error, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UnreadableHeader(f"not safetensors ({error})") from None
+
+
+def _tensor(name: str, entry: dict[str, Any]) -> Tensor:
+    """An entry whose bytes are as many as its shape asks for; a plan made of others would be refused for its size."""
+    begin, end = entry["data_offsets"]
+    if not all(type(size) is int and size >= 0 for size in (*entry["shape"], begin, end)):
+        raise ValueError(f"{name} has a size that is none")
+    tensor = Tensor(name, str(entry["dtype"]), tuple(entry["shape"]))
+    if end - begin != tensor.num_bytes and tensor.dtype in _BITS:
+        raise ValueError(f"{name} has {end - begin} bytes, not those of its shape")
+    return tensor
 
 
 _GGUF_KINDS = {0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 8: "Q8_0", 30: "BF16"}

@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from sparkchat.errors import DamagedFile, ModelNotFound, UsageError
+from sparkchat.finite import short
 from sparkchat.models.quant import GroupedWeight, Weight, block_scaled, stack_rows, take_columns, take_rows
 from sparkchat.models.shape import DecoderShape
 
@@ -158,8 +159,9 @@ def _indexed(folder: Path) -> dict[str, str]:
     if not isinstance(table, dict) or not table or not all(isinstance(v, str) for v in table.values()):
         raise DamagedFile(f"{path} has no weight_map of tensor to file names; fetch it again")
     for name in table.values():
-        if Path(name).name != name or not name.endswith(".safetensors"):
-            raise DamagedFile(f"{path} names the file {name!r}, which is no .safetensors beside it")
+        # A name of 256 characters is one that no folder holds.
+        if Path(name).name != name or not name.endswith(".safetensors") or not name.isprintable() or len(name) > 255:
+            raise DamagedFile(f"{path} names the file {short(name)}, which is no .safetensors beside it")
     return table
 
 
@@ -205,21 +207,26 @@ def layer_weights(source: TensorSource, shape: DecoderShape, prefix: str) -> dic
     key heads into rotary pairs (rope.py); the inputs of ``o`` follow the heads.
     """
     d, q, kv, i = shape.hidden_size, shape.q_width, shape.kv_width, shape.intermediate_size
+
+    def qkv(kind: str, *width: int) -> list[Weight]:
+        return [source.take(f"{prefix}self_attn.{n}_proj.{kind}", rows, *width) for n, rows in _qkv_rows(q, kv)]
+
+    # Only behind the check of their shapes is an order made in the config's sizes: damaged ones may ask for anything.
+    projections = qkv("weight", d)
     heads = _head_order(shape)
     paired = torch.arange(shape.head_dim) if source.has_paired_rotary else rotary_pairs(shape.head_dim)
     q_rows = (heads[:, None] * shape.head_dim + paired).flatten()
     k_rows = (torch.arange(shape.num_kv_heads)[:, None] * shape.head_dim + paired).flatten()
     o_columns = (heads[:, None] * shape.head_dim + torch.arange(shape.head_dim)).flatten()
 
-    def qkv(kind: str, *width: int) -> list[Weight]:
-        parts = [source.take(f"{prefix}self_attn.{n}_proj.{kind}", rows, *width) for n, rows in _qkv_rows(q, kv)]
-        return [take_rows(parts[0], q_rows), take_rows(parts[1], k_rows), parts[2]]
+    def stacked(parts: list[Weight]) -> Weight:
+        return stack_rows([take_rows(parts[0], q_rows), take_rows(parts[1], k_rows), parts[2]])
 
     def mlp(kind: str, *width: int) -> list[Weight]:
         return [source.take(f"{prefix}mlp.{n}_proj.{kind}", i, *width) for n in ("gate", "up")]
 
     weights = {
-        "qkv.weight": stack_rows(qkv("weight", d)),
+        "qkv.weight": stacked(projections),
         "o.weight": take_columns(source.take(f"{prefix}self_attn.o_proj.weight", d, q), o_columns),
         "gate_up.weight": stack_rows(mlp("weight", d)),
         "down.weight": source.take(f"{prefix}mlp.down_proj.weight", d, i),
@@ -227,7 +234,7 @@ def layer_weights(source: TensorSource, shape: DecoderShape, prefix: str) -> dic
         "post_norm.weight": source.take(f"{prefix}post_attention_layernorm.weight", d),
     }
     if shape.qkv_bias:
-        weights["qkv.bias"] = stack_rows(qkv("bias"))
+        weights["qkv.bias"] = stacked(qkv("bias"))
     if shape.o_bias:
         weights["o.bias"] = source.take(f"{prefix}self_attn.o_proj.bias", d)
     if shape.mlp_bias:
