@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from sparkchat.kernels.compressor import Pool, PoolShape
-from sparkchat.kernels.fp8.joint import JointProduct
+from sparkchat.kernels.compressor import Pool, PoolShape, compress_rows
+from sparkchat.kernels.fp8.joint import JointProduct, joint_reference
+from sparkchat.kernels.fp8.reference import fp8_linear_reference
 from sparkchat.kernels.fp8.weights import TiledFp8
 from sparkchat.kernels.latent_attention import LatentRows
 
@@ -58,3 +59,27 @@ class InputPlan:
     """Programs of a multiprocessor"""
     ahead: int = 2
     """Codes of the last products are called into L2 at the start (1) or behind the first products (2)."""
+
+
+PLAN = InputPlan()
+MOST_ROWS = 24
+"""That go in one launch."""
+
+
+def keep_and_project(given: InputRows, out: Tensor) -> None:
+    """Fill what ``given`` has room in, keep its rows, and out [N, o] = the product of their normed low ranks.
+
+    N <= ``MOST_ROWS``. All bits are those of the joint product, ``compress_rows`` and ``fp8_linear`` in turn.
+    """
+    if given.x.is_cuda:
+        from sparkchat.kernels.compressor.input_kernel import launch_keep_and_project
+
+        launch_keep_and_project(given, out, PLAN)
+        return
+    joint_reference(given.x, given.product, given.parts, given.plain, given.whole, given.is_rounded)
+    compress_rows(
+        given.pools, given.positions, given.rows, given.starts, given.span_starts, given.rope, given.shape,
+        written=given.written,
+    )  # fmt: skip
+    assert given.written.out is not None
+    fp8_linear_reference(given.written.out, given.queries, out, 1, given.is_rounded)

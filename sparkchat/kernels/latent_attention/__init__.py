@@ -7,6 +7,7 @@ entries from slot ``first_slot + ring`` on.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -93,12 +94,14 @@ def write_latents(
     low_rank: Tensor | None = None,
     low_rank_norm: Tensor | None = None,
     out: Tensor | None = None,
+    ahead: Sequence[Tensor] = (),
 ) -> None:
     """Keep the latents of rows in the window's ring, normed, turned, rounded where that is on; norm the low ranks.
 
     latents [N, c], or partial sums [P, N, c] float32; latent_norm [c] float32; positions [N]; rows [N] the cache row of
     each; rope [positions, p] float32, cosine and sine side by side; cache [cache rows, slots, c] of one layer.
     low_rank [N, r], or partial sums, of which out [N, r] receives the normed rows; low_rank_norm [r] float32.
+    ``ahead``: up to two weights that the launch calls into L2 for those behind it, by programs of their own.
     """
     if not latents.is_cuda:
         write_latents_reference(
@@ -107,7 +110,9 @@ def write_latents(
         return
     from sparkchat.kernels.latent_attention.kernel import launch_write_latents
 
-    launch_write_latents(latents, latent_norm, positions, rows, rope, cache, shape, low_rank, low_rank_norm, out)
+    launch_write_latents(
+        latents, latent_norm, positions, rows, rope, cache, shape, low_rank, low_rank_norm, out, ahead
+    )  # fmt: skip
 
 
 def latent_attention(
@@ -125,6 +130,7 @@ def latent_attention(
     *,
     context: int,
     chosen: Tensor | None = None,
+    ahead: Sequence[Tensor] = (),
 ) -> None:
     """out [N, H, c] = attention of rows over their windows and visible entries, turned back by the rows' positions.
 
@@ -132,7 +138,7 @@ def latent_attention(
     A row sees the ring's positions from ``first_seen`` [N] (it may be negative) below ``ends`` [N], and entries whose
     last token is no later than it; where those are more than ``topk``, the ``chosen`` [N, topk] int32 of them. sinks
     [H] float32 take weight and give nothing. Every row lies below ``context``: so many programs are started, and those
-    that a row has nothing for end at once.
+    that a row has nothing for end at once. ``ahead``: as of ``write_latents``.
     """
     if not q.is_cuda:
         latent_attention_reference(
@@ -142,5 +148,5 @@ def latent_attention(
     from sparkchat.kernels.latent_attention.kernel import launch_latent_attention
 
     launch_latent_attention(
-        q, cache, rows, positions, first_seen, ends, rope, sinks, out, workspace, shape, context, chosen
+        q, cache, rows, positions, first_seen, ends, rope, sinks, out, workspace, shape, context, chosen, ahead=ahead
     )  # fmt: skip

@@ -10,12 +10,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sparkchat.kernels.fp8.plan import Fp8Plan
 from sparkchat.kernels.fp8.reference import fp8_linear_reference
 from sparkchat.kernels.fp8.weights import TiledFp8
 from sparkchat.kernels.latent_attention import LatentShape, LatentWorkspace
 from sparkchat.kernels.latent_attention.reference import latent_attention_reference
 from sparkchat.kernels.ranks import Meeting
+from sparkchat.kernels.tiles.packing import STEP
 
+_WARPS = 8
 MOST_ROWS = 24
 """That go in one launch; more are attended to by a program for each, and multiplied apart."""
 
@@ -33,6 +36,12 @@ class OutputWeights:
     is_rounded: bool = False
     """Whether inputs of the second product are rounded as published fp8 products round them."""
 
+    @property
+    def cut(self) -> Fp8Plan:
+        """Of both products, also where they are launches of their own, so that a row's bits are the same."""
+        steps = min(self.inner.shape[1], self.output.shape[1]) // STEP
+        return Fp8Plan(min(_WARPS, 1 << (steps.bit_length() - 1)), 1, 3)
+
 
 @dataclass(frozen=True)
 class OutputPlan:
@@ -40,7 +49,6 @@ class OutputPlan:
 
     launches: tuple[tuple[int, int], ...] = ((0, 3),)
     """First and last phase of each: 0 spans, 1 their join, 2 groups of heads, 3 the output"""
-    warps: int = 8
     stages: int = 3
     ahead: int = 1
     """Codes of both products are called into L2 at the start (1), or those of the second behind the spans (2)."""

@@ -19,7 +19,6 @@ from sparkchat.kernels.latent_attention.kernel import EXACT_TILE, HALF_TILE, att
 from sparkchat.kernels.launch import check_flat, launch, power_of_two, wait
 from sparkchat.kernels.phases import begin_phases, end_phase, programs_at_once
 from sparkchat.kernels.ranks.kernel import meet
-from sparkchat.kernels.tiles.packing import STEP
 from sparkchat.kernels.tiles.product import call_ahead
 
 if TYPE_CHECKING:
@@ -127,11 +126,7 @@ def launch_attend_to_output(
     inner = torch.empty((num_rows, mid), dtype=cache.dtype, device=q.device)
     programs = programs_at_once(q.device)
     phases = plan.launches if programs > 1 else tuple((n, n) for n in range(4))
-    warps = min(
-        plan.warps,
-        1 << ((heads * size // weights.groups // STEP).bit_length() - 1),
-        1 << ((mid // STEP).bit_length() - 1),
-    )
+    warps = weights.cut.warps
     for first, last in phases:
         launch(
             _attend_to_output, (programs,),
