@@ -100,6 +100,8 @@ WHOLE_TRIED = (
     _whole((2, 2), (1, 4), 3, 2, 6), _whole((2, 2), (1, 4), 4, 3, 5),
     _whole((4, 1), (1, 4), 3, 2, 6), _whole((4, 1), (1, 4), 4, 3, 4), _whole((4, 1), (2, 2), 3, 2, 6),
     replace(_whole((4, 1), (2, 2), 3, 2, 6), is_queued=False), _whole((8, 1), (2, 4), 3, 2, 3),
+    _whole((2, 1), (1, 2), 6, 4, 5), _whole((4, 1), (2, 2), 4, 3, 4), _whole((4, 1), (1, 4), 5, 4, 3),
+    _whole((2, 2), (1, 4), 5, 4, 3),
 )  # fmt: skip
 """Split and pairs of gate and up, and of down; stages; stages of the shared expert; programs of a multiprocessor."""
 
