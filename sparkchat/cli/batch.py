@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import select
 import sys
+import time
 from collections import deque
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
@@ -20,10 +21,15 @@ from sparkchat.config import RunConfig
 from sparkchat.errors import EngineCrash, SparkchatError, UsageError, error_from_name
 from sparkchat.params import MODES
 from sparkchat.requests import BadLine, build_request, parse_line
+from sparkchat.ui.partial import PartialAnswer
 
 _READ_BYTES = 1 << 16
 _LINES_AHEAD = 4
 """Lines read per concurrent request, so that the engine never waits for input and memory stays bounded."""
+_SIGNAL_SECONDS = 0.1
+"""How soon a signal is seen."""
+_CANCEL_SECONDS = 2.0
+"""How long stopped answers may take to say that they have ended; their lines may take as long to be written."""
 
 
 def register(app: typer.Typer) -> None:
@@ -38,15 +44,21 @@ def batch(
         int, typer.Option("--concurrency", metavar="N", help="Requests decoded together.", show_default=True)
     ] = 1,
 ) -> int:
-    """Answer the requests on stdin (JSON lines with prompt, messages or prompt_ids) and write one result a line."""
+    """Answer the requests on stdin (JSON lines with prompt, messages or prompt_ids) and write one result a line.
+
+    A signal stops them: every line that was read still gets its result, a partial one says "cancelled".
+    """
     if concurrency < 1:
         raise UsageError(f"--concurrency {concurrency} is not possible; give a whole number of 1 or more")
     config = prepare(ctx)
     config = replace(config, spec=replace(config.spec, concurrency=concurrency))
     if sys.stdin is None:
         raise UsageError("batch reads requests on stdin, and it is closed; pipe JSON lines in")
-    with EngineClient(config.spec) as client:
-        _Batch(client, config, concurrency * _LINES_AHEAD).run(sys.stdin.fileno())
+    from sparkchat.ui.answering import Signals
+
+    with Signals(patience=2 * _CANCEL_SECONDS) as signals, EngineClient(config.spec) as client:
+        _Batch(client, config, concurrency * _LINES_AHEAD, signals).run(sys.stdin.fileno())
+        signals.raise_noted()
     return 0
 
 
@@ -55,6 +67,7 @@ class _Line:
     """One line of input on its way: its own id, and its result once there is one."""
 
     fields: dict[str, Any]
+    partial: PartialAnswer
     result: dict[str, Any] | None = None
 
 
@@ -63,6 +76,7 @@ class _Batch:
     client: EngineClient
     config: RunConfig
     most_waiting: int
+    signals: Any
     info: dict[str, Any] | None = None
     waiting: deque[_Line] = field(default_factory=deque)
     by_id: dict[str, _Line] = field(default_factory=dict)
@@ -72,18 +86,25 @@ class _Batch:
 
     def run(self, stdin: int) -> None:
         self._load()
-        has_input = True
+        has_input = self.signals.is_noting = True
+        deadline: float | None = None
         try:
             while has_input or self.waiting:
                 can_read = has_input and len(self.waiting) < self.most_waiting
-                ready, _, _ = select.select([self.client.fileno(), *([stdin] if can_read else [])], [], [])
+                sources = [self.client.fileno(), *([stdin] if can_read else [])]
+                ready, _, _ = select.select(sources, [], [], _SIGNAL_SECONDS)
                 if self.client.fileno() in ready:
                     self._take_events()
-                if stdin in ready:
+                if self.signals.count and deadline is None:
+                    has_input, deadline = False, time.monotonic() + _CANCEL_SECONDS
+                    self._cancel()
+                elif stdin in ready:
                     has_input = self._read(stdin)
+                if deadline is not None and time.monotonic() > deadline:
+                    self._end_waiting("cancelled")
                 self._write_finished()
         except EngineCrash as error:
-            self._fail_waiting(error)
+            self._end_waiting("error", error.message)
             raise
         finally:
             if self.trace is not None:
@@ -129,20 +150,29 @@ class _Batch:
             return
         self.num_lines += 1
         parsed = parse_line(text)
-        line = _Line(parsed.fields if isinstance(parsed, BadLine) else parsed)
+        line = self._new_line(parsed.fields if isinstance(parsed, BadLine) else parsed)
         self.waiting.append(line)
         if isinstance(parsed, BadLine):
-            line.result = self._error_result(line, parsed.error)
+            line.result = line.partial.result("error", parsed.error)
             return
         request_id = f"line-{self.num_lines}"
         try:
             request = build_request(parsed, request_id, self.config)
         except SparkchatError as error:
-            line.result = self._error_result(line, error.message)
+            line.result = line.partial.result("error", error.message)
             return
         self.by_id[request_id] = line
         # Nobody looks at the steps of a batch but its trace.
         self.client.generate(replace(request, steps=self.trace is not None))
+
+    def _new_line(self, fields: dict[str, Any]) -> _Line:
+        assert self.info is not None
+        mode = fields.get("mode")
+        return _Line(fields, PartialAnswer({**self.info, "mode": mode if mode in MODES else self.info["mode"]}))
+
+    def _cancel(self) -> None:
+        for request_id in self.by_id:
+            self.client.cancel(request_id)
 
     def _take_events(self) -> None:
         events = self.client.poll(0)
@@ -151,7 +181,10 @@ class _Batch:
         for event in events:
             self._raise_if_ended(event)
             self._record(event)
-            if event["event"] == "end":
+            line = self.by_id.get(event.get("id"))
+            if line is not None:
+                line.partial.add(event)
+            if line is not None and event["event"] == "end":
                 self.by_id.pop(event["id"]).result = event["result"]
             elif event["event"] == "notice" and self.config.verbose:
                 note(event["message"])
@@ -168,38 +201,10 @@ class _Batch:
             echoed = {"id": line.fields["id"]} if "id" in line.fields else {}
             data(strict_json.dumps(echoed | line.result, keep_surrogates=True))
 
-    def _fail_waiting(self, error: SparkchatError) -> None:
-        for line in self.waiting:
-            line.result = line.result or self._error_result(line, error.message)
+    def _end_waiting(self, reason: str, message: str | None = None) -> None:
+        """Close what the engine does not close, with what has come of it."""
+        for request_id, line in self.by_id.items():
+            line.result = line.partial.result(reason, message)
+            self._record({"event": "end", "id": request_id, "result": line.result, "thinking": line.partial.thinking})
+        self.by_id.clear()
         self._write_finished()
-
-    def _error_result(self, line: _Line, message: str) -> dict[str, Any]:
-        assert self.info is not None
-        mode = line.fields.get("mode")
-        return {
-            "schema": "sparkchat.result/1",
-            "model": self.info["model"],
-            "drafter": self.info["drafter"],
-            "mode": mode if mode in MODES else self.info["mode"],
-            "text": "",
-            "prompt_token_ids": [],
-            "token_ids": [],
-            "finish_reason": "error",
-            "stop": None,
-            "error": message,
-            "usage": {"prompt_tokens": 0, "completion_tokens": 0, "cached_tokens": 0},
-            "speculation": _no_speculation(self.info.get("reason_off")),
-            "timing": {
-                "load_ms": self.info["load_ms"],
-                "ttft_ms": None,
-                "decode_ms": None,
-                "tokens_per_second": None,
-            },
-        }
-
-
-def _no_speculation(reason_off: str | None) -> dict[str, Any]:
-    counts = ("num_steps", "num_proposed_draft_tokens", "num_verified_draft_tokens", "num_accepted_draft_tokens")
-    lists = ("acceptance_histogram", "proposed_at_pos", "verified_at_pos", "accepted_at_pos", "verify_len_histogram")
-    empty: dict[str, Any] = dict.fromkeys(counts, 0) | {"mean_acceptance_length": None}
-    return empty | {name: [] for name in lists} | {"reason_off": reason_off}

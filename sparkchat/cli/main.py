@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import errno
 import os
+import select
 import signal
 import sys
 from collections.abc import Sequence
 from types import FrameType
 
 from sparkchat.errors import Interrupted, NotEnoughDisk, SparkchatError, Terminated
+
+_SIGNALLED = (129, Interrupted.exit_code, Terminated.exit_code)
+"""Exit codes after SIGHUP, ctrl+c and SIGTERM."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -98,10 +102,19 @@ def _report(error: BaseException, message: str | None, code: int, debug: bool) -
             traceback.print_exception(error)
         if message is not None:
             note(message)
+        if code in _SIGNALLED:
+            _drop_unread_output()
         sys.stdout.flush()
     except OSError:
         _reader_went_away()
     return code
+
+
+def _drop_unread_output() -> None:
+    """What nobody reads would hold a program that was asked to end."""
+    _, writable, _ = select.select([], [sys.stdout.fileno()], [], 0)
+    if not writable:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _reader_went_away() -> int:

@@ -18,40 +18,59 @@ from sparkchat.ui.trace_sink import TraceSink
 _POLL_SECONDS = 0.1
 _CANCEL_SECONDS = 2.0
 """How long a stopped answer may take to say that it has ended."""
+_NAMES = {code: number.name for number, code in EXIT_CODES.items()}
 
 
 class Signals:
     """Context: while an answer runs, signals are only noted; in between they interrupt what is going on.
 
-    ``exit_code`` is that of the newest signal, or None.
+    ``exit_code`` is that of the newest signal, or None. With ``patience``, a noted one is raised all the same after so
+    many seconds, or when another comes: an output that nobody reads would hold the program for ever. What the caller
+    had ignored (nohup) stays ignored.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, patience: float | None = None) -> None:
         self.exit_code: int | None = None
         self.count = 0
         self.is_noting = False
+        self._patience = patience
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Signals:
         for number in EXIT_CODES:
-            self._before[number] = signal.signal(number, self._handle)
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self._before[number] = signal.signal(number, self._handle)
+        if self._patience is not None:
+            self._before[signal.SIGALRM] = signal.signal(signal.SIGALRM, lambda *_: self.raise_noted())
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._stop_timer()
         for number, handler in self._before.items():
             signal.signal(number, handler)
+
+    def _stop_timer(self) -> None:
+        if self._patience is not None:
+            signal.setitimer(signal.ITIMER_REAL, 0)
 
     def forget(self) -> None:
         self.exit_code, self.count = None, 0
 
+    def raise_noted(self) -> None:
+        """What the newest signal, if any came, would have done at once."""
+        self._stop_timer()
+        if self.exit_code == Interrupted.exit_code:
+            raise KeyboardInterrupt
+        if self.exit_code is not None:
+            raise _terminated(f"ended by {_NAMES[self.exit_code]}", self.exit_code)
+
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         self.exit_code = EXIT_CODES[signal.Signals(number)]
         self.count += 1
-        if self.is_noting:
-            return
-        if number == signal.SIGINT:
-            raise KeyboardInterrupt
-        raise _terminated(f"ended by {signal.Signals(number).name}", self.exit_code)
+        if not self.is_noting or (self._patience is not None and self.count > 1):
+            self.raise_noted()
+        elif self._patience is not None:
+            signal.setitimer(signal.ITIMER_REAL, self._patience)
 
 
 def _terminated(message: str, exit_code: int) -> Terminated:
@@ -79,7 +98,7 @@ class Answerer:
             self._engine.start()
             for event in self._events():
                 if event is None:
-                    self._raise_if_signalled()
+                    self._signals.raise_noted()
                 elif event["event"] == "ready":
                     self.info = event["info"]
                     return self.info
@@ -149,10 +168,3 @@ class Answerer:
         problem = self._trace.event(event)
         if problem:
             self._notice(problem)
-
-    def _raise_if_signalled(self) -> None:
-        code = self._signals.exit_code
-        if code == Interrupted.exit_code:
-            raise KeyboardInterrupt
-        if code is not None:
-            raise _terminated("ended by a signal while loading", code)

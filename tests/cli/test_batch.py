@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any, ClassVar
 import pytest
 
 from cli.conftest import Cli
+from sparkchat.cli.main import _terminate
 from sparkchat.errors import EngineCrash
 from sparkchat.params import GenerateRequest, LoadSpec
 
@@ -24,6 +26,9 @@ class FakeEngine:
     opened: ClassVar[list[FakeEngine]] = []
     dies_on = ""
     fails_to_load = False
+    signalled: ClassVar[list[signal.Signals]] = []
+    """Sent to this process when a request with the prompt "wait" arrives, which is answered by a cancel alone."""
+    obeys_cancel = True
 
     def __init__(self, spec: LoadSpec) -> None:
         self.spec = spec
@@ -33,6 +38,7 @@ class FakeEngine:
         self.is_running = True
         self.read, self.write = os.pipe()
         self.closed = False
+        self.cancelled: set[str] = set()
         FakeEngine.opened.append(self)
 
     def __enter__(self) -> FakeEngine:
@@ -55,14 +61,28 @@ class FakeEngine:
         self.pending.append(request)
         self.most_in_flight = max(self.most_in_flight, len(self.pending))
         os.write(self.write, b".")
+        if request.prompt == "wait":
+            for number in FakeEngine.signalled:
+                os.kill(os.getpid(), number)
+
+    def cancel(self, request_id: str) -> None:
+        self.cancelled.add(request_id)
+        os.write(self.write, b".")
 
     def poll(self, _timeout: float | None = 0.0) -> list[dict[str, Any]]:
         os.read(self.read, 1 << 16)
-        done = sorted(self.pending, key=lambda r: len(r.prompt or ""))
-        self.pending = []
+        waits = [r for r in self.pending if r.prompt == "wait" and not (self.obeys_cancel and r.id in self.cancelled)]
+        done = sorted((r for r in self.pending if r not in waits), key=lambda r: len(r.prompt or ""))
+        self.pending = waits
         if FakeEngine.dies_on and any(r.prompt == FakeEngine.dies_on for r in done):
             return [{"event": "crashed", "message": "the engine was ended by SIGKILL"}]
-        return [{"event": "end", "id": r.id, "result": {"text": r.prompt, "error": None}, "thinking": ""} for r in done]
+        deltas = [{"event": "delta", "id": r.id, "text": "partly", "token_ids": [7, 8]} for r in waits]
+        return deltas + [self.end(r) for r in done]
+
+    def end(self, request: GenerateRequest) -> dict[str, Any]:
+        reason = "cancelled" if request.id in self.cancelled else "stop"
+        result = {"text": request.prompt, "error": None, "finish_reason": reason}
+        return {"event": "end", "id": request.id, "result": result, "thinking": ""}
 
 
 @pytest.fixture
@@ -132,7 +152,7 @@ def test_bad_lines_give_error_results_in_their_place(main: Cli, engine: Any, std
     done = main("batch", model_folder)
     assert done.code == 0
     found = results(done.out)
-    assert [r.get("finish_reason") for r in found] == [None, "error", "error", "error", None]
+    assert [r.get("finish_reason") for r in found] == ["stop", "error", "error", "error", "stop"]
     assert "not JSON" in found[1]["error"] and "not UTF-8" in found[2]["error"] and "max_tokens 0" in found[3]["error"]
     assert found[3]["id"] == 2
     assert found[1]["schema"] == "sparkchat.result/1" and found[1]["timing"]["ttft_ms"] is None
@@ -223,3 +243,69 @@ def test_run_level_options_reach_every_request(main: Cli, engine: Any, stdin: Pi
     first, second = engine.opened[0].requests
     assert (first.sampling.temperature, second.sampling.temperature) == (0.2, 0.9)
     assert first.system == "s" and engine.opened[0].spec.mode == "off"
+
+
+SIGNALS = [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+
+
+@pytest.mark.parametrize(("number", "code"), SIGNALS, ids=lambda value: str(value))
+def test_a_signal_gives_every_line_that_was_read_its_result(
+    main: Cli, engine: Any, stdin: Pipe, model_folder: Path, monkeypatch: pytest.MonkeyPatch, number: int, code: int
+) -> None:
+    monkeypatch.setattr(FakeEngine, "signalled", [number])
+    before = signal.getsignal(number)
+    stdin.send({"id": 1, "prompt": "wait"}, b"{broken", {"id": 3, "prompt": "done"}, end=False)
+    done = main("batch", model_folder, "--concurrency", "2")
+    assert done.code == code, done.err
+    assert [r["finish_reason"] for r in results(done.out)] == ["cancelled", "error", "stop"]
+    assert "Traceback" not in done.err and engine.opened[0].closed
+    assert signal.getsignal(number) in (before, _terminate) and signal.getitimer(signal.ITIMER_REAL)[0] == 0
+
+
+def test_what_the_engine_does_not_stop_in_time_is_cut_off(
+    main: Cli, engine: Any, stdin: Pipe, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FakeEngine, "signalled", [signal.SIGTERM])
+    monkeypatch.setattr(FakeEngine, "obeys_cancel", False)
+    monkeypatch.setattr("sparkchat.cli.batch._CANCEL_SECONDS", 0.3)
+    stdin.send({"id": 1, "prompt": "wait", "mode": "off"}, end=False)
+    done = main("batch", model_folder)
+    (result,) = results(done.out)
+    assert (done.code, result["id"], result["finish_reason"], result["mode"]) == (143, 1, "cancelled", "off")
+    assert result["text"] == "partly" * (len(result["token_ids"]) // 2) != ""
+
+
+def test_a_second_signal_ends_it_at_once(
+    main: Cli, engine: Any, stdin: Pipe, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FakeEngine, "signalled", [signal.SIGTERM, signal.SIGTERM])
+    monkeypatch.setattr("sparkchat.cli.batch._CANCEL_SECONDS", 1000.0)
+    stdin.send({"id": 1, "prompt": "wait"}, end=False)
+    done = main("batch", model_folder)
+    assert (done.code, done.out, done.error) == (143, "", "ended by SIGTERM")
+
+
+def test_an_output_that_nobody_reads_does_not_hold_it(
+    main: Cli, engine: Any, stdin: Pipe, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The line is larger than a pipe, and whoever started us (a service manager) sends one signal."""
+
+    def write(_text: str) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        threading.Event().wait(60)
+
+    monkeypatch.setattr("sparkchat.cli.batch.data", write)
+    monkeypatch.setattr("sparkchat.cli.batch._CANCEL_SECONDS", 0.1)
+    stdin.send({"id": 1, "prompt": "x"})
+    assert main("batch", model_folder).code == 143
+
+
+def test_an_ignored_hangup_stays_ignored(main: Cli, engine: Any, stdin: Pipe, model_folder: Path) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        FakeEngine.signalled = [signal.SIGHUP, signal.SIGTERM]
+        stdin.send({"id": 1, "prompt": "wait"})
+        assert main("batch", model_folder).code == 143
+    finally:
+        FakeEngine.signalled = []
+        signal.signal(signal.SIGHUP, before)
