@@ -17,6 +17,7 @@ from torch import Tensor
 from sparkchat.kernels.compressor import Pool, PoolShape
 from sparkchat.kernels.compressor.input import InputPlan, InputRows
 from sparkchat.kernels.compressor.input_kernel import launch_keep_and_project
+from sparkchat.kernels.compressor.kernel import Tile as PoolTile
 from sparkchat.kernels.compressor.kernel import launch_compress_rows
 from sparkchat.kernels.fp8 import TiledFp8
 from sparkchat.kernels.fp8.joint import JointProduct
@@ -70,6 +71,8 @@ class SubBlock:
         """``begin``: position of the first row; else the last is the last below ``CONTEXT``."""
         device, halves, total = make.device, 2 if ratio == SPARSE else 1, CONTEXT // ratio
         self.ratio, self.num_rows = ratio, rows
+        self.pool_tile: PoolTile | None = None
+        """Of the launch that keeps rows; None: as in use"""
         begin = CONTEXT - rows if begin is None else begin
         self.positions = make.ints(*range(begin, begin + rows)).long()
         self.owners, self.starts = make.ints(*[0] * rows), make.ints(0, rows)
@@ -122,7 +125,7 @@ class SubBlock:
         ahead = (weights.queries.tiles,) if asks else ()
         launch_compress_rows(
             self.pools, self.positions, self.owners, self.starts, self.span_starts, self.rope, self.pool_shape,
-            self.written, None, ahead,
+            self.written, self.pool_tile, ahead,
         )  # fmt: skip
         launch_fp8_linear(self.low, weights.queries, self.queries, 1, False)
 
