@@ -233,8 +233,7 @@ def _mix(i: int, x: Tensor, fixed: tuple) -> None:
 def whole_name(plan: WholePlan) -> str:
     first, second = plan.gate_up, plan.down
     cut = f"{first.split}x{first.pairs} {second.split}x{second.pairs} stages {first.stages}, {first.shared_stages}"
-    kind = ", every so many" * (not plan.is_queued) + ", none ahead" * (not plan.is_ahead)
-    return f"{cut} programs {plan.programs}{kind}"
+    return f"{cut} programs {plan.programs}{', none ahead' * (not plan.is_ahead)}"
 
 
 def both_launches(first: Run, second: Run) -> dict[str, Run]:

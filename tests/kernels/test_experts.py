@@ -186,7 +186,7 @@ def test_a_program_of_several_pairs_and_parts(is_late: bool, device: torch.devic
     torch.testing.assert_close(got.parts[..., :64], want.parts[..., :64], atol=2e-2, rtol=5e-3)
 
 
-WHOLE = WholePlan(ExpertPlan(1, 2, 2, 2), ExpertPlan(1, 2, 2, 2), 1)
+WHOLE = WholePlan(ExpertPlan(1, 2, 2, 2), ExpertPlan(1, 2, 2, 2), 2)
 
 
 def whole_of(

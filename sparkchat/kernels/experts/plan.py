@@ -46,8 +46,6 @@ class WholePlan:
     """Of a multiprocessor: as many as fit, as programs go on until nothing is left."""
     is_ahead: bool = True
     """Whether codes of down are called into L2 by who has to wait for gate and up."""
-    is_queued: bool = True
-    """Whether programs take the next unit that nobody has, or every so many-th."""
 
     @property
     def registers(self) -> int:
@@ -95,11 +93,11 @@ def _whole(first: tuple[int, int], second: tuple[int, int], stages: int, shared:
 
 _LEAST = _whole((2, 1), (1, 2), 3, 2, 12)
 WHOLE_TRIED = (
-    _LEAST, replace(_LEAST, is_queued=False), replace(_LEAST, is_ahead=False), replace(_LEAST, programs=10),
+    _LEAST, replace(_LEAST, is_ahead=False), replace(_LEAST, programs=10),
     _whole((2, 1), (1, 2), 4, 3, 8), _whole((2, 1), (1, 2), 5, 3, 6),
     _whole((2, 2), (1, 4), 3, 2, 6), _whole((2, 2), (1, 4), 4, 3, 5),
     _whole((4, 1), (1, 4), 3, 2, 6), _whole((4, 1), (1, 4), 4, 3, 4), _whole((4, 1), (2, 2), 3, 2, 6),
-    replace(_whole((4, 1), (2, 2), 3, 2, 6), is_queued=False), _whole((8, 1), (2, 4), 3, 2, 3),
+    _whole((8, 1), (2, 4), 3, 2, 3),
     _whole((2, 1), (1, 2), 6, 4, 5), _whole((4, 1), (2, 2), 4, 3, 4), _whole((4, 1), (1, 4), 5, 4, 3),
     _whole((2, 2), (1, 4), 5, 4, 3),
 )  # fmt: skip

@@ -36,13 +36,11 @@ _ASK_ASM = tl.constexpr(
 
 
 @triton.jit
-def _ask(queue_ptr, WARPS: tl.constexpr, QUEUED: tl.constexpr):
+def _ask(queue_ptr, WARPS: tl.constexpr):
     """[threads] whose sum is the number of the next unit: it is on its way until somebody adds them up."""
     thread = tl.arange(0, WARPS * 32)
     queue = queue_ptr + tl.zeros_like(thread)
-    if not QUEUED:
-        return thread
-    elif INTERPRETED:
+    if INTERPRETED:
         return tl.where(thread == 0, tl.atomic_add(queue, 1, mask=thread == 0), 0)
     else:
         return tl.inline_asm_elementwise(
@@ -71,7 +69,6 @@ def _mix_experts(
     shared_down_scales, items_ptr, counts_ptr, lists_ptr, weights_ptr, inner_ptr, parts_ptr, state_ptr,
     num_rows, list_size, shared_items, most_items, programs, x_stride, limit,
     PER_ROW: tl.constexpr, ROWS: tl.constexpr, WARPS: tl.constexpr, ROUND: tl.constexpr, AHEAD: tl.constexpr,
-    QUEUED: tl.constexpr,
     UP_TILES: tl.constexpr, UP_STEPS: tl.constexpr, UP_PAIRS: tl.constexpr, UP_SPLIT: tl.constexpr,
     UP_STAGES: tl.constexpr, UP_SHARED_STAGES: tl.constexpr, UP_LATE: tl.constexpr,
     DOWN_TILES: tl.constexpr, DOWN_STEPS: tl.constexpr, DOWN_PAIRS: tl.constexpr, DOWN_SPLIT: tl.constexpr,
@@ -81,10 +78,12 @@ def _mix_experts(
     UP_UNITS: tl.constexpr = UP_TILES // UP_PAIRS
     DOWN_UNITS: tl.constexpr = DOWN_TILES // DOWN_PAIRS
     wait(PDL)
-    unit = tl.program_id(0)
+    # The first one too: who has not started has none, so that nobody waits for somebody for whom there is no room.
+    asked = _ask(state_ptr, WARPS)
     items = shared_items + tl.load(counts_ptr)
     begin_of_down = items * UP_UNITS
     end = begin_of_down + items * DOWN_UNITS
+    unit = tl.sum(asked, axis=0)
     while unit < end:
         if unit < begin_of_down:
             item, tile = unit // UP_UNITS, unit % UP_UNITS * UP_PAIRS
@@ -94,7 +93,7 @@ def _mix_experts(
                 shared_items, x_stride, limit,
                 PER_ROW, UP_TILES, UP_STEPS, ROWS, UP_PAIRS, UP_SPLIT, UP_STAGES, UP_SHARED_STAGES, UP_LATE, ROUND,
             )  # fmt: skip
-            asked = _ask(state_ptr, WARPS, QUEUED)
+            asked = _ask(state_ptr, WARPS)
             store_inner(value, to, is_out, tile, inner_ptr, UP_TILES, UP_PAIRS)
             # All threads of this program have stored when it is counted.
             tl.debug_barrier()
@@ -118,12 +117,9 @@ def _mix_experts(
                 PER_ROW, DOWN_TILES, DOWN_STEPS, ROWS, DOWN_PAIRS, DOWN_SPLIT, DOWN_STAGES, DOWN_SHARED_STAGES,
                 DOWN_LATE, ROUND,
             )  # fmt: skip
-            asked = _ask(state_ptr, WARPS, QUEUED)
+            asked = _ask(state_ptr, WARPS)
             store_parts(one, two, to, is_out, tile, parts_ptr, DOWN_TILES, DOWN_PAIRS)
-        if QUEUED:
-            unit = programs + tl.sum(asked, axis=0)
-        else:
-            unit += programs
+        unit = tl.sum(asked, axis=0)
     # Who ends last leaves all numbers as the next launch must find them: nobody reads them any more.
     if tl.atomic_add(state_ptr + 1, 1, sem="acq_rel", scope="gpu") == programs - 1:
         for at in range(0, items + HEAD, WARPS * 32):
@@ -152,16 +148,13 @@ def launch_mix_experts(
     shared_up, shared_down = weights.shared_gate_up, weights.shared_down
     # No more programs than units of the most items there can be.
     units = (shared_items + most) * (both // (2 * OUTS * first.pairs) + size // (2 * OUTS * second.pairs))
-    # The interpreter runs one program after the other, and the first would wait for the second's unit.
-    is_interpreted = not x.is_cuda and triton.knobs.runtime.interpret
-    programs = 1 if is_interpreted else min(plan.programs * _multiprocessors(x.device), units)
+    programs = min(plan.programs * _multiprocessors(x.device), units)
     launch(
         _mix_experts, (programs,),
         x, up.tiles, up.scales, shared_up.tiles, shared_up.scales, down.tiles, down.scales, shared_down.tiles,
         shared_down.scales, routing.items, routing.counts, routing.lists, routing.weights, inner, parts, state,
         rows, routing.lists.shape[1], shared_items, most, programs, x.stride(0), limit,
         PER_ROW=per_row, ROWS=tile, WARPS=first.warps, ROUND=is_rounded, AHEAD=plan.is_ahead,
-        QUEUED=plan.is_queued,
         UP_TILES=both // (2 * OUTS), UP_STEPS=size // STEP, UP_PAIRS=first.pairs, UP_SPLIT=first.split,
         UP_STAGES=first.stages, UP_SHARED_STAGES=first.shared_stages, UP_LATE=first.is_late,
         DOWN_TILES=size // (2 * OUTS), DOWN_STEPS=weights.width // STEP, DOWN_PAIRS=second.pairs,
@@ -174,4 +167,5 @@ def launch_mix_experts(
 def _multiprocessors(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).multi_processor_count
-    return MULTIPROCESSORS
+    # The interpreter runs one program after the other, and the first does all.
+    return 1 if triton.knobs.runtime.interpret else MULTIPROCESSORS
