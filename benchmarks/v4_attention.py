@@ -164,6 +164,7 @@ INPUTS = {
     "one launch, asks for nothing": InputPlan(ahead=0),
     "input apart": InputPlan(((0, 0), (1, 2)), ahead=2),
     "queries apart": InputPlan(((0, 1), (2, 2))),
+    "one launch, 5 stages": InputPlan(stages=5),
     "one launch, a pair": InputPlan(pairs=1, split=4, stages=2),
     "one launch, four pairs": InputPlan(pairs=4, split=1),
 }
@@ -171,7 +172,9 @@ OUTPUTS = {
     "one launch": OutputPlan(),
     "one launch, asks in turn": OutputPlan(ahead=2),
     "one launch, asks for nothing": OutputPlan(ahead=0),
-    "one launch, 2 stages": OutputPlan(stages=2),
+    "one launch, 4 stages": OutputPlan(stages=4),
+    "one launch, 5 stages": OutputPlan(stages=5),
+    "one launch, 5 stages, asks for nothing": OutputPlan(stages=5, ahead=0),
     "two launches": OutputPlan(((0, 1), (2, 3))),
     "spans apart": OutputPlan(((0, 0), (1, 3))),
     "products in one": OutputPlan(((0, 0), (1, 1), (2, 3))),
@@ -210,7 +213,7 @@ def _cases_of(make: Maker, block: SubBlock, layers: list[Weights], name: str) ->
         f"v4 input {name}", layers[0].bytes - size, sets,
         {"used": keep, "asks": partial(keep, asks=True), **{n: partial(keep, plan=p) for n, p in inputs.items()}},
     )  # fmt: skip
-    cuts = {f"{w} warps, {s} stages": partial(attend, cut=Fp8Plan(w, 1, s)) for w, s in ((4, 4), (8, 3))}
+    cuts = {f"{w} warps, {s} stages": partial(attend, cut=Fp8Plan(w, 1, s)) for w, s in ((4, 4), (8, 3), (8, 5))}
     yield Case(
         f"v4 output {name}", size, sets,
         {"used": attend, "asks": partial(attend, asks=True), **cuts,

@@ -19,12 +19,15 @@ from sparkchat.kernels.latent_attention.kernel import EXACT_TILE, HALF_TILE, att
 from sparkchat.kernels.launch import check_flat, launch, power_of_two, wait
 from sparkchat.kernels.phases import begin_phases, end_phase, programs_at_once
 from sparkchat.kernels.ranks.kernel import meet
+from sparkchat.kernels.tiles.packing import STEP
 from sparkchat.kernels.tiles.product import call_ahead
 
 if TYPE_CHECKING:
     from sparkchat.kernels.latent_attention import LatentShape, LatentWorkspace
     from sparkchat.kernels.latent_attention.output import OutputPlan, OutputWeights
     from sparkchat.kernels.ranks import Meeting
+
+_MOST_SHARED = 225_000
 
 
 @triton.jit(do_not_specialize=["num_rows", "rank"])
@@ -126,7 +129,9 @@ def launch_attend_to_output(
     inner = torch.empty((num_rows, mid), dtype=cache.dtype, device=q.device)
     programs = programs_at_once(q.device)
     phases = plan.launches if programs > 1 else tuple((n, n) for n in range(4))
-    warps = weights.cut.warps
+    warps, tiles = weights.cut.warps, row_tile(num_rows)
+    # A stage but the first has a buffer of its own, of codes and of rows for every warp.
+    stages = min(plan.stages, 1 + _MOST_SHARED // (warps * (32 * STEP + 2 * STEP * tiles)))
     for first, last in phases:
         launch(
             _attend_to_output, (programs,),
@@ -139,8 +144,8 @@ def launch_attend_to_output(
             HEADS=heads, SIZE=size, ROPE=shape.rope_dim, PARTS=1 if q.dim() == 2 else q.shape[0], RATIO=shape.ratio,
             TOPK=shape.topk, ROOM=room, SPANS=spans, SPAN=SPAN, WINDOWS=WINDOW_SPANS, MOST=MOST_SPANS,
             TILE=max(16, min(tile.heads, power_of_two(heads))), BLOCK=tile.keys, READS_AHEAD=tile.reads_ahead,
-            EXACT=is_exact, GROUPS=weights.groups, INNER=mid, OUT=outs, ROWS=row_tile(num_rows),
+            EXACT=is_exact, GROUPS=weights.groups, INNER=mid, OUT=outs, ROWS=tiles,
             LAST_ROWS=row_tile(num_rows, weights.is_rounded), ROUND=weights.is_rounded, WARPS=warps,
-            STAGES=plan.stages, RANKS=0 if meeting is None else meeting.pads.shape[0], AHEAD=plan.ahead, FIRST=first,
+            STAGES=stages, RANKS=0 if meeting is None else meeting.pads.shape[0], AHEAD=plan.ahead, FIRST=first,
             LAST=last, PROGRAMS=programs, num_warps=warps,
         )  # fmt: skip
