@@ -62,6 +62,26 @@ def gather(
 
 
 @triton.jit
+def _gather_both(
+    sums_ptr, turn, STREAMS: tl.constexpr, PROGRAMS: tl.constexpr, READ: tl.constexpr, MIX: tl.constexpr,
+    MEETING: tl.constexpr,
+):  # fmt: skip
+    """As ``gather`` of what is read of a row, and of its mix: both are on their way at once."""
+    USED: tl.constexpr = STREAMS + STREAMS * (STREAMS + 1) // 2
+    MIXED: tl.constexpr = STREAMS + STREAMS * STREAMS
+    program, number, other = tl.arange(0, PROGRAMS)[:, None], tl.arange(0, READ)[None, :], tl.arange(0, MIX)[None, :]
+    at, beside = sums_ptr + program * READ + number, sums_ptr + PROGRAMS * READ + program * MIX + other
+    words = tl.load(at, mask=number < USED, other=0, volatile=True)
+    mixed = tl.load(beside, mask=other < MIXED, other=0, volatile=True)
+    if MEETING == 2:
+        while some_late(words, number, turn, USED) | some_late(mixed, other, turn, MIXED):
+            words = tl.load(at, mask=number < USED, other=0, volatile=True)
+            mixed = tl.load(beside, mask=other < MIXED, other=0, volatile=True)
+    totals = tl.sum(words.to(tl.int32).to(tl.float32, bitcast=True), axis=0)
+    return totals, tl.sum(mixed.to(tl.int32).to(tl.float32, bitcast=True), axis=0)
+
+
+@triton.jit
 def arrived(sums_ptr, turn, PROGRAMS: tl.constexpr, WIDTH: tl.constexpr, USED: tl.constexpr):
     """turn, when all programs have left the sums of that round"""
     number = tl.arange(0, WIDTH)[None, :]
@@ -168,9 +188,9 @@ def numbers_of(
     inside = index < USED
     scale = tl.load(scale_ptr + STREAMS + index, mask=inside, other=0.0)
     base = tl.load(base_ptr + STREAMS + index, mask=inside, other=0.0)
-    totals = gather(sums_ptr, turn, PROGRAMS, READ, STREAMS + STREAMS * (STREAMS + 1) // 2, MEETING)
+    totals, numbers = _gather_both(sums_ptr, turn, STREAMS, PROGRAMS, READ, MIX, MEETING)
     rate = rate_of(totals, tl.arange(0, READ), rms_eps, SIZE, STREAMS, READ)
-    return tl.fma(gather(sums_ptr + PROGRAMS * READ, turn, PROGRAMS, MIX, USED, MEETING) * rate, scale, base)
+    return tl.fma(numbers * rate, scale, base)
 
 
 @triton.jit
