@@ -17,6 +17,10 @@ import torch.distributed as dist
 
 from sparkchat.kernels.fp8 import TiledFp8, fp8_linear
 from sparkchat.kernels.fp8.plan import num_programs
+from sparkchat.kernels.hyper import StreamWeights, hyper_workspace
+from sparkchat.kernels.hyper.kernel import launch_connect_streams
+from sparkchat.kernels.hyper.plan import ConnectPlan
+from sparkchat.kernels.ranks.exchange import Sent
 from sparkchat.models.deepseek_v4.vocabulary import VocabularyHead, VocabularyRows
 from sparkchat.models.linear import PlainLinear
 from sparkchat.models.parallel import ProcessGroup, add_parts
@@ -73,6 +77,13 @@ def main(rank: int, size: int, store: str) -> None:
         for number in range(8):
             outputs[number] = sum_of(number)
         streams.copy_(rows.streams(ids, 4, torch.bfloat16))
+        exchange = group.exchange(6, 4096)
+        if exchange is not None:
+            sent = Sent(torch.stack([x, torch.ones_like(x)]), exchange)
+            launch_connect_streams(
+                nothing, weights, space, sent, mix, merged, None, None, 0.0, None, None, None,
+                ConnectPlan(is_quick=True), 3,
+            )  # fmt: skip
         logits.copy_(head(torch.eye(8, device=device).to(torch.bfloat16)[:6]))
 
     table = torch.arange(512, device=device).view(64, 8).to(torch.bfloat16)
@@ -80,6 +91,12 @@ def main(rank: int, size: int, store: str) -> None:
     rows = VocabularyRows(table.chunk(size)[rank].contiguous(), group)
     head = VocabularyHead(PlainLinear(table.chunk(size)[rank].contiguous(), None), group)
     streams, logits = torch.zeros(6, 4, 8, device=device), torch.zeros(6, 64, device=device)
+
+    # Numbers of zero give every stream the whole of what is brought.
+    fn, zeros = torch.zeros(24, 4 * 4096, device=device), torch.zeros(24, device=device)
+    weights, space = StreamWeights(fn, zeros, zeros, 4, 1e-6, 1e-6, 3), hyper_workspace(6, 4096, device)
+    nothing, mix = torch.zeros(6, 4, 4096, dtype=torch.bfloat16, device=device), torch.zeros(6, 20, device=device)
+    merged = torch.zeros_like(nothing)
 
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
@@ -99,6 +116,8 @@ def main(rank: int, size: int, store: str) -> None:
         assert torch.equal(streams, table[ids].float().unsqueeze(1).expand(6, 4, 8)), turn
         assert torch.equal(logits, table.T[:6].float()), turn
         assert state.tolist() == [turn] * 64, turn
+        brought = sum(turn + r + 1 for r in range(size)) if group.adds_parts else 0
+        assert bool((merged == brought).all()), (turn, merged[0, 0, 0], brought)
     dist.barrier()
     print("all alike")
 
