@@ -19,6 +19,7 @@ Read = Callable[[int, int], bytes]
 
 INDEX = "model.safetensors.index.json"
 _LONGEST = 100 << 20
+_LONGEST_AXIS = 1 << 48
 _FIRST = 1 << 16
 """Bytes asked for at once: most headers of a shard are smaller."""
 _BITS = {
@@ -128,14 +129,11 @@ def read_safetensors(read: Read) -> list[Tensor]:
 
 
 def _tensor(name: str, entry: dict[str, Any]) -> Tensor:
-    """An entry whose bytes are as many as its shape asks for; a plan made of others would be refused for its size."""
-    begin, end = entry["data_offsets"]
-    if not all(type(size) is int and size >= 0 for size in (*entry["shape"], begin, end)):
+    """One entry. Raises ValueError for a size that is none: a plan made of it would be refused for its memory."""
+    shape = entry["shape"]
+    if not all(type(size) is int and 0 <= size < _LONGEST_AXIS for size in shape):
         raise ValueError(f"{name} has a size that is none")
-    tensor = Tensor(name, str(entry["dtype"]), tuple(entry["shape"]))
-    if end - begin != tensor.num_bytes and tensor.dtype in _BITS:
-        raise ValueError(f"{name} has {end - begin} bytes, not those of its shape")
-    return tensor
+    return Tensor(name, str(entry["dtype"]), tuple(shape))
 
 
 _GGUF_KINDS = {0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 8: "Q8_0", 30: "BF16"}
@@ -209,7 +207,17 @@ def read_gguf(read: Read) -> Headers:
     for _ in range(num_values):
         key = cursor.text()
         values[key] = cursor.value(cursor.number("I"))
-    tensors = [_gguf_tensor(cursor) for _ in range(num_tensors)]
+    tensors, starts = [], {}
+    for _ in range(num_tensors):
+        tensor, starts[tensor.name] = _gguf_tensor(cursor)
+        tensors.append(tensor)
+    step = values.get("general.alignment", 32)
+    if (
+        not isinstance(step, int)
+        or step < 1
+        or misplaced({t.name: (starts[t.name], t.num_bytes) for t in tensors}, step)
+    ):
+        raise UnreadableHeader("not GGUF: its tensors do not lie one behind the other")
     family = str(values.get("general.architecture", ""))
     config = {ours: values[f"{family}.{key}"] for key, ours in _GGUF_KEYS.items() if f"{family}.{key}" in values}
     config |= {"gguf": family, "model_type": family}
@@ -217,14 +225,27 @@ def read_gguf(read: Read) -> Headers:
     return Headers(config, tuple(tensors))
 
 
-def _gguf_tensor(cursor: _Cursor) -> Tensor:
+def misplaced(places: dict[str, tuple[int, int]], step: int) -> str | None:
+    """The first tensor of a GGUF file that does not begin where the one before it ends, rounded up to ``step``.
+
+    ``places``: start and size in bytes by name. So it tells a wrong shape or format of any tensor by its neighbours.
+    """
+    end = 0
+    for name, (start, size) in sorted(places.items(), key=lambda item: item[1]):
+        if start != end:
+            return name
+        end = -(-(start + size) // step) * step
+    return None
+
+
+def _gguf_tensor(cursor: _Cursor) -> tuple[Tensor, int]:
+    """A tensor, and where it starts."""
     name = cursor.text()
     num_axes = cursor.number("I")
     if num_axes > 8:
         raise UnreadableHeader("not GGUF")
     shape = tuple(cursor.number("Q") for _ in range(num_axes))[::-1]
-    kind = cursor.number("I")
-    cursor.number("Q")
+    kind, start = cursor.number("I"), cursor.number("Q")
     if kind not in _GGUF_KINDS:
         raise UnreadableHeader(f"{name}: weights of GGUF kind {kind}")
-    return Tensor(_GGUF_NAMES.get(name, name), _GGUF_KINDS[kind], shape)
+    return Tensor(_GGUF_NAMES.get(name, name), _GGUF_KINDS[kind], shape), start

@@ -6,6 +6,7 @@ unpacking of the rarer block formats is used.
 
 from __future__ import annotations
 
+import math
 import mmap
 import struct
 from collections.abc import Iterable
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from sparkchat.errors import DamagedFile, UsageError
+from sparkchat.headers import misplaced
 from sparkchat.models.base import ModelConfig
 from sparkchat.models.hf_config import LARGEST
 from sparkchat.models.quant import GROUP, GroupedWeight, Weight
@@ -82,7 +84,7 @@ class GgufHeader:
         step = self.fields.get("general.alignment", 32)
         if not isinstance(step, int) or step < 1:
             raise DamagedFile(f"{path}: general.alignment is {step!r}; fetch the file again")
-        self.data_start = -(-self._at // step) * step
+        self.data_start, self.step = -(-self._at // step) * step, step
 
     def _read(self, code: str) -> Any:
         size = struct.calcsize("<" + code)
@@ -158,10 +160,24 @@ class GgufSource:
                 raise DamagedFile(f"{path} is no GGUF file; fetch it again")
             self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         self._header = GgufHeader(path, self._data)
+        self._check_places()
         self._taken: set[str] = set()
         self.config = self._parse()
         # llama.cpp stores the queries and keys of its llama architecture in rotary pairs, those of qwen3 as they are.
         self.has_paired_rotary = self._header.fields["general.architecture"] == "llama"
+
+    def _check_places(self) -> None:
+        """Raise DamagedFile where a tensor reaches into the next one, or ends before it: its shape is not its own."""
+        sizes = {name: _stored_bytes(info) for name, info in self._header.tensors.items()}
+        if any(size is None for size in sizes.values()):
+            return  # Of a format that is refused by its name when it is taken.
+        places = {name: (info.offset, sizes[name] or 0) for name, info in self._header.tensors.items()}
+        name = misplaced(places, self._header.step)
+        if name is not None:
+            raise DamagedFile(
+                f"{self._path}: {name} does not begin where the tensor before it ends, so a shape in the header is "
+                "wrong; fetch the file again"
+            )
 
     def _parse(self) -> ModelConfig:
         fields = self._header.fields
@@ -172,6 +188,9 @@ class GgufSource:
         heads = self._whole(f"{name}.attention.head_count")
         hidden = self._whole(f"{name}.embedding_length")
         head_dim = self._whole(f"{name}.attention.key_length", max(1, hidden // heads))
+        rotated = fields.get(f"{name}.rope.dimension_count", head_dim)
+        if rotated != head_dim:
+            raise UsageError(f"{self._path}: rotating {rotated} of {head_dim} dimensions of a head is not supported")
         kv_heads = self._whole(f"{name}.attention.head_count_kv", heads)
         if heads % kv_heads or head_dim % 2:
             raise DamagedFile(
@@ -197,13 +216,15 @@ class GgufSource:
         if embedding is None:
             raise DamagedFile(f"{self._path}: the tensor token_embd.weight is missing; fetch the file again")
         vocab = embedding.shape[0]
+        if not 1 <= vocab <= LARGEST:
+            raise DamagedFile(f"{self._path}: token_embd.weight has {vocab} rows, must be 1 to {LARGEST}")
         ends = [fields.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot")]
         return ModelConfig(
             architecture=name,
             decoder=decoder,
             vocab_size=vocab,
             max_context=self._whole(f"{name}.context_length"),
-            eos_token_ids=tuple(dict.fromkeys(e for e in ends if isinstance(e, int) and e < vocab)),
+            eos_token_ids=tuple(dict.fromkeys(e for e in ends if isinstance(e, int) and 0 <= e < vocab)),
             tie_word_embeddings="output.weight" not in self._header.tensors,
         )
 
@@ -216,9 +237,10 @@ class GgufSource:
             raise UsageError(f"{self._path}: sliding windows are not supported in GGUF files")
         if fields.get(f"{name}.expert_count"):
             raise UsageError(f"{self._path}: mixtures of experts are not supported in GGUF files")
-        rotated, head = fields.get(f"{name}.rope.dimension_count"), fields.get(f"{name}.attention.key_length")
-        if rotated is not None and head is not None and rotated != head:
-            raise UsageError(f"{self._path}: rotating {rotated} of {head} dimensions of a head is not supported")
+        if fields.get("split.count", 1) not in (0, 1):
+            raise UsageError(
+                f"{self._path} is one of {fields['split.count']} parts; join them with `llama-gguf-split --merge` first"
+            )
 
     def _whole(self, key: str, default: int | None = None) -> int:
         value = self._header.fields.get(key, default)
@@ -270,7 +292,7 @@ class GgufSource:
         return np.frombuffer(self._data, dtype=np.uint8, count=size, offset=start)
 
     def _unpack(self, stored: str, info: TensorInfo) -> Weight:
-        count = int(np.prod(info.shape))
+        count = math.prod(info.shape)
         if info.kind in _FLAT:
             dtype = _FLAT[info.kind]
             raw = self._bytes(stored, info, count * dtype.itemsize)
@@ -296,6 +318,22 @@ class GgufSource:
         except (ValueError, KeyError, NotImplementedError) as error:
             raise UsageError(f"{self._path}: {stored} is of GGUF type {info.kind}, which cannot be unpacked") from error
         return torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32))
+
+
+def _stored_bytes(info: TensorInfo) -> int | None:
+    """Bytes of a tensor in the file; None where its format is unknown."""
+    count = math.prod(info.shape)
+    if info.kind in _FLAT:
+        return count * _FLAT[info.kind].itemsize
+    if info.kind in _BLOCK_BYTES:
+        return count // GROUP * _BLOCK_BYTES[info.kind]
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    sizes = {int(kind): GGML_QUANT_SIZES[kind] for kind in GGMLQuantizationType}
+    if info.kind not in sizes:
+        return None
+    block, size = sizes[info.kind]
+    return count // block * size
 
 
 def _grouped(kind: int, blocks: Tensor) -> GroupedWeight:

@@ -16,32 +16,30 @@ from sparkchat.headers import UnreadableHeader, bytes_reader, read_safetensors
 from sparkchat.models import load_target
 
 
-def header_of(shape: str, offsets: str = "[0, 8]") -> bytes:
-    text = f'{{"w": {{"dtype": "F32", "shape": {shape}, "data_offsets": {offsets}}}}}'.encode()
+def header_of(shape: str) -> bytes:
+    text = f'{{"w": {{"dtype": "F32", "shape": {shape}, "data_offsets": [0, 8]}}}}'.encode()
     return struct.pack("<Q", len(text)) + text
 
 
 @pytest.mark.parametrize(
-    ("shape", "offsets"),
+    "shape",
     [
-        ("[1e999]", "[0, 8]"),
-        ("[Infinity]", "[0, 8]"),
-        ("[2.5]", "[0, 8]"),
-        ("[-2]", "[0, 8]"),
-        ("[true]", "[0, 4]"),
-        ('"2"', "[0, 8]"),
-        ("null", "[0, 8]"),
-        ("[1000000000000000000000000000000]", "[0, 8]"),
-        ("[2]", "[0, 9]"),
-        ("[2]", "[8, 0]"),
-        ("[2]", "[0]"),
-        ("[2]", '["0", "8"]'),
+        "[1e999]",
+        "[Infinity]",
+        "[2.5]",
+        "[-2]",
+        "[true]",
+        '"2"',
+        "null",
+        "2",
+        "[[2]]",
+        "[1000000000000000000000000000000]",
     ],
 )
-def test_a_plan_is_made_of_no_impossible_header(shape: str, offsets: str) -> None:
+def test_a_plan_is_made_of_no_impossible_header(shape: str) -> None:
     assert read_safetensors(bytes_reader(header_of("[2]")))[0].shape == (2,)
     with pytest.raises(UnreadableHeader):
-        read_safetensors(bytes_reader(header_of(shape, offsets)))
+        read_safetensors(bytes_reader(header_of(shape)))
 
 
 @pytest.mark.parametrize("changes", [{"num_attention_heads": 1 << 24, "head_dim": 1 << 24}, {"head_dim": 1 << 24}])

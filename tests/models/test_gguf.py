@@ -16,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from models.gguf_files import gguf_name, rotary_restored, write_gguf
 from models.pairs import CPU, assert_close, make_theirs, mean_error, random_ids, run_chunks
 from sparkchat.errors import DamagedFile, SparkchatError, UsageError
+from sparkchat.headers import UnreadableHeader, local_headers
 from sparkchat.kernels import cpu
 from sparkchat.models import load_target
 from sparkchat.models.dense import DenseModel
@@ -123,6 +124,39 @@ def test_unknown_architecture_is_named(small: Path) -> None:
     data = small.read_bytes()
     small.write_bytes(data.replace(b"llama", b"alpac"))
     with pytest.raises(UsageError, match="'alpac' is not supported; known: llama, qwen3"):
+        load_target(small, device=CPU)
+
+
+@pytest.mark.parametrize("rows", [0, 95, 97, 1 << 58, 1 << 62])
+def test_a_table_of_another_length_than_its_bytes_is_refused(small: Path, rows: int) -> None:
+    """One row more would be read out of the next tensor, without a word."""
+    data, name = small.read_bytes(), b"token_embd.weight"
+    at = data.index(struct.pack("<Q", len(name)) + name) + 8 + len(name) + 12
+    assert data[at : at + 8] == struct.pack("<Q", SIZES["vocab_size"])
+    small.write_bytes(data[:at] + struct.pack("<Q", rows) + data[at + 8 :])
+    with pytest.raises(DamagedFile, match="does not begin where the tensor before it ends"):
+        load_target(small, device=CPU)
+    with pytest.raises(UnreadableHeader):
+        local_headers(small)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("llama.rope.dimension_count", 16, "rotating 16 of 32 dimensions of a head"),
+        ("split.count", 3, "is one of 3 parts; join them"),
+    ],
+)
+def test_what_a_field_more_says_is_heeded(small: Path, name: str, value: int, words: str) -> None:
+    """In the place of the width of a head, which many files leave out: it is the hidden size over the heads."""
+    data, key = small.read_bytes(), b"llama.attention.key_length"
+    start = data.index(struct.pack("<Q", len(key)) + key)
+    field = struct.pack("<Q", len(name)) + name.encode() + struct.pack("<II", 4, value)
+    changed = bytearray(data[:start] + field + data[start + 8 + len(key) + 8 :])
+    hidden = changed.index(b"llama.embedding_length") + len(b"llama.embedding_length") + 4
+    changed[hidden : hidden + 4] = struct.pack("<I", 128)
+    small.write_bytes(bytes(changed))
+    with pytest.raises(UsageError, match=words):
         load_target(small, device=CPU)
 
 
