@@ -206,7 +206,7 @@ def _show_cost(cost: dict[str, Any]) -> None:
 
 
 def _show_sts(sts: dict[str, Any]) -> None:
-    of = f"{sts['num_held_out']} held out" if sts["num_held_out"] else "measured on what it was fitted to: one answer"
+    of = "each judged by a fit to other answers" if sts["num_held_out"] else "judged by a fit to the same one answer"
     data(f"Confidence of drafts 1..k all being accepted, {sts['num_blocks']} blocks ({of})")
     rows = [
         [
@@ -214,13 +214,14 @@ def _show_sts(sts: dict[str, Any]) -> None:
             str(before["num_samples"]),
             f"{temperature:.3f}",
             f"{_percent(before['ece'])} -> {_percent(after['ece'])}",
+            _percent(chance),
             f"{_number(before['auc'])} -> {_number(after['auc'])}",
         ]
-        for k, (temperature, before, after) in enumerate(
-            zip(sts["temperatures"], sts["before"], sts["after"], strict=True), start=1
+        for k, (temperature, before, after, chance) in enumerate(
+            zip(sts["temperatures"], sts["before"], sts["after"], sts["chance"], strict=True), start=1
         )
     ]
-    table(["k", "BLOCKS", "TEMPERATURE", "CALIBRATION ERROR", "AUC"], rows)
+    table(["k", "BLOCKS", "TEMPERATURE", "CALIBRATION ERROR", "CHANCE", "AUC"], rows)
     data("In a profile: [speculation] temperatures = [" + ", ".join(f"{t:.4g}" for t in sts["temperatures"]) + "]")
     for kind, found in sts["by_kind"].items():
         _show_kind(kind, found)
@@ -230,12 +231,18 @@ def _show_sts(sts: dict[str, Any]) -> None:
 
 def _show_kind(kind: str, found: dict[str, Any]) -> None:
     data(f"By kind of sampling: {kind}, {found['num_blocks']} blocks; a temperature and a shift of the logit")
-    figures = zip(found["temperatures"], found["shifts"], found["before"], found["after"], strict=True)
+    columns = (found[name] for name in ("temperatures", "shifts", "before", "after", "chance"))
     rows = [
-        [str(k), f"{t:.3f}", f"{shift:+.3f}", f"{_percent(before['ece'])} -> {_percent(after['ece'])}"]
-        for k, (t, shift, before, after) in enumerate(figures, start=1)
+        [
+            str(k),
+            f"{t:.3f}",
+            f"{shift:+.3f}",
+            f"{_percent(before['ece'])} -> {_percent(after['ece'])}",
+            _percent(chance),
+        ]
+        for k, (t, shift, before, after, chance) in enumerate(zip(*columns, strict=True), start=1)
     ]
-    table(["k", "TEMPERATURE", "SHIFT", "CALIBRATION ERROR"], rows)
+    table(["k", "TEMPERATURE", "SHIFT", "CALIBRATION ERROR", "CHANCE"], rows)
     lists = [", ".join(f"{value:.4g}" for value in found[name]) for name in ("temperatures", "shifts")]
     data(f"In a profile: [speculation.calibration.{kind}] temperatures = [{lists[0]}] shifts = [{lists[1]}]")
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,6 @@ import torch
 from torch import Tensor
 
 from sparkchat.engine.calibration import (
-    CalibrationFit,
     corrected_survival,
     fit_temperatures,
     measure,
@@ -29,11 +29,15 @@ from sparkchat.engine.stored_temperatures import temperatures_folder, temperatur
 from sparkchat.errors import SparkchatError, UsageError
 from sparkchat.params import Correction, LoadSpec
 
-HELD_OUT_EVERY = 3
-"""Every third answer is kept from the fit, and the figures shown are of those alone."""
+FOLDS = 5
+"""Parts that the answers are cut into: the figures of each are of a fit to the others."""
 FEWEST_BLOCKS = 30
-FEWEST_OF_KIND = 200
+FEWEST_OF_KIND = 250
 """Blocks of one kind of sampling that are worth a correction of its own."""
+CHANCE_DRAWS = 16
+
+Fit = Callable[[Tensor], Correction]
+"""Fits to the blocks that a mask [N] names."""
 
 
 def main() -> None:
@@ -49,7 +53,8 @@ def fit(asked: dict[str, Any]) -> dict[str, Any]:
     """``asked``: ``blocks`` (logits, accepted, judged, chat, kind), ``spec`` of the pair, ``about`` for the file.
 
     ``kind`` names the kind of sampling of each block, or is null where that is not known. Returns temperatures, the
-    figures by position before and after, the same by kind, and the file they are stored in.
+    figures by position before and after, the same by kind, and the file they are stored in. What is kept is fitted to
+    all blocks; every block is judged by a fit to other answers, where there are others.
     """
     logits = torch.tensor(asked["blocks"]["logits"], dtype=torch.float64)
     accepted, judged, chat = (torch.tensor(asked["blocks"][name]) for name in ("accepted", "judged", "chat"))
@@ -57,22 +62,23 @@ def fit(asked: dict[str, Any]) -> dict[str, Any]:
         raise UsageError(
             f"there are {len(logits)} verified blocks, too few to fit temperatures to; give more traces, or --prompts"
         )
-    kept = chat % HELD_OUT_EVERY == HELD_OUT_EVERY - 1
-    is_split = bool(kept.any()) and bool((~kept).any())
-    if not is_split:
-        kept = torch.ones_like(kept)
-    found = _fit_part(logits, accepted, judged, ~kept if is_split else kept)
-    after = measure(survival(logits[kept], found.temperatures), accepted[kept], judged[kept])
-    before = measure(survival(logits[kept]), accepted[kept], judged[kept])
+    blocks = Judged(logits, accepted, judged, chat)
+
+    def temperatures_of(part: Tensor) -> Correction:
+        found = fit_temperatures(logits[part], accepted[part], judged[part]).temperatures
+        return Correction(found, (0.0,) * len(found))
+
+    everything = torch.ones(len(logits), dtype=torch.bool)
+    found = temperatures_of(everything)
+    temperatures = found.temperatures
     answer = {
-        "temperatures": list(found.temperatures),
+        "temperatures": list(temperatures),
         "num_blocks": len(logits),
-        "num_held_out": int(kept.sum()) if is_split else 0,
-        "before": [asdict(m) for m in before],
-        "after": [asdict(m) for m in after],
+        "num_held_out": len(logits) if blocks.is_split else 0,
+        **blocks.figures(temperatures_of, found),
         "file": None,
     }
-    kinds = _by_kind(logits, accepted, judged, chat, kept if is_split else torch.zeros_like(kept), asked["blocks"])
+    kinds = _by_kind(blocks, asked["blocks"].get("kind"))
     answer["by_kind"] = {kind: figures for kind, (_, figures) in kinds.items()}
     spec = LoadSpec.from_json(asked["spec"])
     folder = temperatures_folder(spec)
@@ -80,37 +86,93 @@ def fit(asked: dict[str, Any]) -> dict[str, Any]:
         key = temperatures_key(spec, resolve_device(spec.device))
         about = {**asked.get("about", {}), "before": answer["before"], "after": answer["after"]}
         corrections = {kind: correction for kind, (correction, _) in kinds.items()}
-        answer["file"] = str(save_temperatures(Path(folder), key, found.temperatures, about, corrections))
+        answer["file"] = str(save_temperatures(Path(folder), key, temperatures, about, corrections))
     return answer
 
 
-def _by_kind(
-    logits: Tensor, accepted: Tensor, judged: Tensor, chat: Tensor, kept: Tensor, blocks: dict[str, Any]
-) -> dict[str, tuple[Correction, dict[str, Any]]]:
-    """(correction, its figures) of every kind with blocks enough; figures are of the ``kept`` answers, if any are."""
-    named = blocks.get("kind") or [None] * len(logits)
+@dataclass(frozen=True)
+class Judged:
+    """N blocks of g drafts."""
+
+    logits: Tensor
+    """[N, g]"""
+    accepted: Tensor
+    """[N] leading drafts accepted"""
+    judged: Tensor
+    """[N] leading drafts that the target judged"""
+    chat: Tensor
+    """[N] which answer"""
+
+    @property
+    def is_split(self) -> bool:
+        return len(set((self.chat % FOLDS).tolist())) > 1
+
+    def of(self, part: Tensor) -> Judged:
+        return Judged(self.logits[part], self.accepted[part], self.judged[part], self.chat[part])
+
+    def held_out(self, fit: Fit) -> Tensor:
+        """[N, g] survivals, those of each answer by a fit to others; of a single answer, by a fit to itself."""
+        folds = self.chat % FOLDS if self.is_split else torch.zeros_like(self.chat)
+        alive = torch.empty(self.logits.shape, dtype=torch.float64)
+        for fold in set(folds.tolist()):
+            part = folds == fold
+            found = fit(~part if self.is_split else part)
+            alive[part] = corrected_survival(self.logits[part], [found] * int(part.sum()))
+        return alive
+
+    def figures(self, fit: Fit, found: Correction) -> dict[str, Any]:
+        """By position: as drafted, held out, and the calibration error that perfect confidences would show here.
+
+        The AUC after is of ``found``, the fit to all: survivals by several fits are in no order.
+        """
+        alive = self.held_out(fit)
+        ranked = measure(corrected_survival(self.logits, [found] * len(self.logits)), self.accepted, self.judged)
+        after = measure(alive, self.accepted, self.judged)
+        return {
+            "before": [asdict(m) for m in measure(survival(self.logits), self.accepted, self.judged)],
+            "after": [asdict(replace(m, auc=r.auc)) for m, r in zip(after, ranked, strict=True)],
+            "chance": chance_errors(alive, self.judged),
+        }
+
+
+def chance_errors(alive: Tensor, judged: Tensor) -> list[float | None]:
+    """Mean calibration error by position of blocks whose drafts pass exactly as ``alive [N, g]`` says; so few blocks
+    show one all the same. None where none was judged."""
+    generator = torch.Generator().manual_seed(7)
+    before = torch.cat([torch.ones(len(alive), 1, dtype=alive.dtype), alive[:, :-1]], dim=1)
+    chances = torch.where(before > 0.0, alive / before, 0.0)
+    draws = []
+    for _ in range(CHANCE_DRAWS):
+        passed = torch.rand(alive.shape, generator=generator, dtype=alive.dtype) < chances
+        accepted = torch.minimum(passed.long().cumprod(dim=1).sum(dim=1), judged)
+        draws.append([m.ece for m in measure(alive, accepted, judged)])
+    return [
+        None if None in column else sum(v for v in column if v is not None) / len(column)
+        for column in zip(*draws, strict=True)
+    ]
+
+
+def _by_kind(everything: Judged, named: list[str | None] | None) -> dict[str, tuple[Correction, dict[str, Any]]]:
+    """(correction, its figures) of every kind with blocks enough."""
     found = {}
+    named = named or [None] * len(everything.logits)
     for kind in dict.fromkeys(name for name in named if name is not None):
-        is_kind = torch.tensor([name == kind for name in named])
-        part, shown = is_kind & ~kept, is_kind & kept
-        if int(part.sum()) < FEWEST_OF_KIND:
+        blocks = everything.of(torch.tensor([name == kind for name in named]))
+        if len(blocks.logits) < FEWEST_OF_KIND:
             continue
-        if not bool(shown.any()):
-            shown = part
-        parts = logits[part], accepted[part], judged[part]
-        temperatures = _fit_part(logits, accepted, judged, part).temperatures
-        plain = Correction(temperatures, (0.0,) * len(temperatures))
-        correction = better_correction(*parts, plain, chat[part] % 2 == 0)
-        alive = corrected_survival(logits[shown], [correction] * int(shown.sum()))
+        correction = _best_correction(blocks)
         figures = {
             **asdict(correction),
-            "num_blocks": int(is_kind.sum()),
-            "before": [asdict(m) for m in measure(survival(logits[shown]), accepted[shown], judged[shown])],
-            "after": [asdict(m) for m in measure(alive, accepted[shown], judged[shown])],
+            "num_blocks": len(blocks.logits),
+            **blocks.figures(lambda part, of=blocks: _best_correction(of.of(part)), correction),
         }
         found[kind] = correction, figures
     return found
 
 
-def _fit_part(logits: Tensor, accepted: Tensor, judged: Tensor, part: Tensor) -> CalibrationFit:
-    return fit_temperatures(logits[part], accepted[part], judged[part])
+def _best_correction(blocks: Judged) -> Correction:
+    """Temperatures, with shifts where answers that were not fitted to say that they help."""
+    parts = blocks.logits, blocks.accepted, blocks.judged
+    temperatures = fit_temperatures(*parts).temperatures
+    plain = Correction(temperatures, (0.0,) * len(temperatures))
+    return better_correction(*parts, plain, blocks.chat % 2 == 0)
