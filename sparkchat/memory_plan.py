@@ -37,8 +37,6 @@ _V4_SPLIT = re.compile(
 )
 _V4_DRAFTER = "mtp."
 _V4_DEVICE_COUNTS = (1, 2, 4, 8)
-_FP4_BLOCK = 32
-"""Inputs of an expert's projection that share a scale."""
 _TABLES = ("model.embed_tokens.weight", "embed_tokens.weight", "lm_head.weight")
 
 
@@ -119,7 +117,7 @@ def device_counts(target: Headers) -> tuple[int, ...]:
     if config.get("model_type") != "deepseek_v4":
         return (1,)
     sizes = [_whole(config, key) for key in ("num_attention_heads", "o_groups", "vocab_size", "moe_intermediate_size")]
-    sizes[-1] //= _FP4_BLOCK
+    sizes[-1] //= 2  # codes to a byte
     return tuple(count for count in _V4_DEVICE_COUNTS if all(size % count == 0 for size in sizes))
 
 

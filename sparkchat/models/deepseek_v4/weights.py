@@ -155,7 +155,8 @@ def check_ranks(config: DeepseekV4Config, num_ranks: int) -> None:
         "attention heads": config.num_heads,
         "output groups": config.o_groups,
         "tokens of the vocabulary": config.vocab_size,
-        "blocks of an expert's width": config.expert_width // FP4_BLOCK[1],
+        # Two codes to a byte; a block whose scale is for several ranks gives it to each.
+        "pairs of an expert's width": config.expert_width // 2,
     }
     for what, size in sizes.items():
         if size % num_ranks:

@@ -28,7 +28,7 @@ from sparkchat.errors import DamagedFile, ModelNotFound, SparkchatError, UsageEr
 from sparkchat.models.deepseek_v4.formats import Stored, dense
 from sparkchat.models.deepseek_v4.headers import read_headers
 from sparkchat.models.deepseek_v4.layout import trunk_layout
-from sparkchat.models.deepseek_v4.weights import CheckpointSource, drafter_layout, stored_form
+from sparkchat.models.deepseek_v4.weights import CheckpointSource, check_ranks, drafter_layout, stored_form
 
 EXPERT = {
     "w1": ("I8", (2048, 2048), (2048, 128)),
@@ -235,6 +235,23 @@ def test_ranks_together_hold_every_shared_tensor_once(tiny: Path, num_ranks: int
         else:
             assert all(part.shape[axis] * num_ranks == wanted.shape[axis] for part in parts), name
             assert torch.equal(torch.cat(parts, axis), wanted), name
+
+
+def test_ranks_may_cut_through_the_blocks_that_share_a_scale(tmp_path: Path) -> None:
+    """48 numbers of an expert's width over 4 ranks: 12 each, and scales for 32."""
+    config = parsed(v4_config(moe_intermediate_size=48))
+    folder, wanted = write_tiny_v4(tmp_path, moe_intermediate_size=48), rounded_weights(config, random_weights(config))
+    layout = full_layout(config)
+    ranks = [CheckpointSource(folder, config, layout, rank=rank, num_ranks=4) for rank in range(4)]
+    for name in (
+        "layers.1.ffn.experts.3.w1.weight",
+        "mtp.2.ffn.experts.0.w2.weight",
+        "layers.0.ffn.shared_experts.w2.weight",
+    ):
+        parts = [dense(rank.take(name)) for rank in ranks]
+        assert torch.equal(torch.cat(parts, part_axis(name)), wanted[name])
+    with pytest.raises(UsageError, match="4 devices cannot share the model's 25 pairs of an expert's width"):
+        check_ranks(parsed(v4_config(moe_intermediate_size=50)), 4)
 
 
 def test_a_number_of_ranks_that_does_not_divide_the_model_is_refused(tiny: Path) -> None:
