@@ -30,8 +30,8 @@ from sparkchat.kernels.latent_attention.kernel import (
     HALF_TILE,
     Tile,
     launch_latent_attention,
-    launch_write_latents,
 )
+from sparkchat.kernels.latent_attention.write_kernel import launch_write_latents
 from sparkchat.kernels.launch import overlap
 
 D, STREAMS, LATENT, ROPE, HEADS, RING, WINDOW, TOPK = 4096, 4, 512, 64, 32, 256, 128, 512

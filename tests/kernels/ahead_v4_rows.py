@@ -26,8 +26,8 @@ from sparkchat.kernels.latent_attention import LatentRows, LatentShape, latent_w
 from sparkchat.kernels.latent_attention.kernel import (
     HALF_TILE,
     launch_latent_attention,
-    launch_write_latents,
 )
+from sparkchat.kernels.latent_attention.write_kernel import launch_write_latents
 from sparkchat.kernels.launch import overlap, started_by
 
 D, STREAMS, LATENT, ROPE = 4096, 4, 512, 64

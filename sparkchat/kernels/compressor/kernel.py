@@ -18,7 +18,7 @@ from torch import Tensor
 
 from sparkchat.kernels.ahead import shares
 from sparkchat.kernels.ahead.kernel import ask_share
-from sparkchat.kernels.latent_attention.kernel import keep_latent, norm_low_rank, turn_pairs, written_of
+from sparkchat.kernels.latent_attention.write_kernel import keep_latent, norm_low_rank, turn_pairs, written_of
 from sparkchat.kernels.launch import check_flat, launch, power_of_two, wait
 from sparkchat.kernels.small_floats import round_e2m1, round_pairs_e4m3
 
@@ -311,7 +311,7 @@ def _arguments_of(pool: Pool) -> tuple[Any, ...]:
 
 
 def _sizes_of(pool: Pool, shape: PoolShape) -> dict[str, int]:
-    from sparkchat.kernels.latent_attention.kernel import round_block_of
+    from sparkchat.kernels.latent_attention.write_kernel import round_block_of
 
     width = pool.norm.shape[0]
     is_rounded = pool.has_roundings and not pool.is_index

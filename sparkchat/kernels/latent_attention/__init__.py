@@ -108,7 +108,7 @@ def write_latents(
             latents, latent_norm, positions, rows, rope, cache, shape, low_rank, low_rank_norm, out
         )  # fmt: skip
         return
-    from sparkchat.kernels.latent_attention.kernel import launch_write_latents
+    from sparkchat.kernels.latent_attention.write_kernel import launch_write_latents
 
     launch_write_latents(
         latents, latent_norm, positions, rows, rope, cache, shape, low_rank, low_rank_norm, out, ahead

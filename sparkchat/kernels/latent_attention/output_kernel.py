@@ -15,7 +15,8 @@ from torch import Tensor
 
 from sparkchat.kernels.fp8.kernel import fp8_tile
 from sparkchat.kernels.fp8.plan import row_tile
-from sparkchat.kernels.latent_attention.kernel import EXACT_TILE, HALF_TILE, attend_span, join_spans, scale_of
+from sparkchat.kernels.latent_attention.kernel import HALF_TILE, attend_span, join_spans, scale_of
+from sparkchat.kernels.latent_attention.write_kernel import check_cache
 from sparkchat.kernels.launch import check_flat, launch, power_of_two, wait
 from sparkchat.kernels.phases import begin_phases, end_phase, programs_at_once
 from sparkchat.kernels.ranks.kernel import meet
@@ -120,10 +121,15 @@ def launch_attend_to_output(
     from sparkchat.kernels.latent_attention import MOST_SPANS, SPAN, WINDOW_SPANS, latent_spans
 
     num_rows, heads, size = q.shape[-2], sinks.shape[0], cache.shape[2]
-    is_exact = cache.dtype == torch.float32
-    tile = EXACT_TILE if is_exact else HALF_TILE
+    tile = HALF_TILE
     room, spans = workspace.mixed.shape[2], latent_spans(shape, context)
+    check_cache(cache, shape)
     check_flat(rows, positions, first_seen, ends, rope, sinks, chosen)
+    space = workspace.mixed.shape
+    if spans > room or space[1] != heads or num_rows > space[0] or cache.dtype == torch.float32:
+        raise ValueError(
+            f"no launch for {num_rows} rows of {spans} spans of {cache.dtype} in a space of {tuple(space)}"
+        )
     mid, outs = weights.inner.shape[0], weights.output.shape[0]
     mixed = torch.empty((num_rows, heads, size), dtype=cache.dtype, device=q.device)
     inner = torch.empty((num_rows, mid), dtype=cache.dtype, device=q.device)
@@ -144,7 +150,7 @@ def launch_attend_to_output(
             HEADS=heads, SIZE=size, ROPE=shape.rope_dim, PARTS=1 if q.dim() == 2 else q.shape[0], RATIO=shape.ratio,
             TOPK=shape.topk, ROOM=room, SPANS=spans, SPAN=SPAN, WINDOWS=WINDOW_SPANS, MOST=MOST_SPANS,
             TILE=max(16, min(tile.heads, power_of_two(heads))), BLOCK=tile.keys, READS_AHEAD=tile.reads_ahead,
-            EXACT=is_exact, GROUPS=weights.groups, INNER=mid, OUT=outs, ROWS=tiles,
+            EXACT=False, GROUPS=weights.groups, INNER=mid, OUT=outs, ROWS=tiles,
             LAST_ROWS=row_tile(num_rows, weights.is_rounded), ROUND=weights.is_rounded, WARPS=warps,
             STAGES=stages, RANKS=0 if meeting is None else meeting.pads.shape[0], AHEAD=plan.ahead, FIRST=first,
             LAST=last, PROGRAMS=programs, num_warps=warps,
