@@ -46,8 +46,8 @@ def _gate_up(
         return
     value, to, is_out = gate_up_values(
         tile, item, word, x_ptr, codes_ptr, scales_ptr, shared_codes, shared_scales, counts_ptr, lists_ptr, weights_ptr,
-        num_rows, list_size, shared_items, x_stride, limit,
-        PER_ROW, TILES, STEPS, ROWS, PAIRS, SPLIT, STAGES, SHARED_STAGES, LATE, ROUND,
+        0, num_rows, list_size, shared_items, x_stride, limit,
+        PER_ROW, TILES, STEPS, ROWS, PAIRS, SPLIT, STAGES, SHARED_STAGES, LATE, ROUND, 0,
     )  # fmt: skip
     store_inner(value, to, is_out, tile, inner_ptr, TILES, PAIRS)
 
@@ -71,8 +71,8 @@ def _down(
     wait(PDL)
     one, two, to, is_out = down_values(
         tile, item, word, inner_ptr, codes_ptr, scales_ptr, shared_codes, shared_scales, counts_ptr, lists_ptr,
-        num_rows, list_size, shared_items,
-        PER_ROW, TILES, STEPS, ROWS, PAIRS, SPLIT, STAGES, SHARED_STAGES, LATE, ROUND,
+        0, num_rows, list_size, shared_items,
+        PER_ROW, TILES, STEPS, ROWS, PAIRS, SPLIT, STAGES, SHARED_STAGES, LATE, ROUND, 0,
     )  # fmt: skip
     store_parts(one, two, to, is_out, tile, parts_ptr, TILES, PAIRS)
 

@@ -47,6 +47,13 @@ class WholePlan:
     is_ahead: bool = True
     """Whether codes of down are called into L2 by who has to wait for gate and up."""
 
+    most_choices: int = 0
+    """Up to how many choices of all rows programs find out by themselves who goes where, so that no list is read."""
+
+    def is_listed(self, choices: int) -> bool:
+        """Whether a launch reads the lists of so many choices."""
+        return choices > self.most_choices
+
     @property
     def registers(self) -> int:
         """Of a thread, so that all programs of a multiprocessor fit."""
@@ -97,7 +104,7 @@ WHOLE_TRIED = (
     _whole((2, 1), (1, 2), 4, 3, 8), _whole((2, 1), (1, 2), 5, 3, 6),
     _whole((2, 2), (1, 4), 3, 2, 6), _whole((2, 2), (1, 4), 4, 3, 5),
     _whole((4, 1), (1, 4), 3, 2, 6), _whole((4, 1), (1, 4), 4, 3, 4), _whole((4, 1), (2, 2), 3, 2, 6),
-    _whole((8, 1), (2, 4), 3, 2, 3),
+    _whole((8, 1), (2, 4), 3, 2, 3), replace(_LEAST, most_choices=64),
     _whole((2, 1), (1, 2), 6, 4, 5), _whole((4, 1), (2, 2), 4, 3, 4), _whole((4, 1), (1, 4), 5, 4, 3),
     _whole((2, 2), (1, 4), 5, 4, 3),
 )  # fmt: skip

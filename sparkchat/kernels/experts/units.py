@@ -24,6 +24,32 @@ def chosen_rows(expert, first, counts_ptr, lists_ptr, list_size, at):
 
 
 @triton.jit
+def rows_of_item(
+    word, counts_ptr, lists_ptr, list_size, name,
+    ROWS: tl.constexpr, SPLIT: tl.constexpr, CHOICES: tl.constexpr,
+):  # fmt: skip
+    """Of an item's R rows, once for each part [S * R] and once [R]: are there such, which choices these are.
+
+    CHOICES: of so many ``name`` [CHOICES] is the expert; 0 where lists are read.
+    """
+    expert, first = word & 0xFFFF, word >> 16
+    out_at = tl.arange(0, ROWS)
+    if CHOICES == 0:
+        at = tl.arange(0, SPLIT * ROWS) % ROWS
+        is_row, choice = chosen_rows(expert, first, counts_ptr, lists_ptr, list_size, at)
+        is_out, to = chosen_rows(expert, first, counts_ptr, lists_ptr, list_size, out_at)
+    else:
+        is_named = (name == expert).to(tl.int32)
+        rank = tl.where(is_named == 1, tl.cumsum(is_named, axis=0) - 1, -1)
+        is_it = rank[None, :] == (first + out_at)[:, None]
+        found = tl.sum(tl.where(is_it, tl.arange(1, CHOICES + 1)[None, :], 0), axis=1)
+        is_out, to = found > 0, tl.maximum(found - 1, 0)
+        parts = tl.reshape(tl.broadcast_to(found[None, :], (SPLIT, ROWS)), (SPLIT * ROWS,))
+        is_row, choice = parts > 0, tl.maximum(parts - 1, 0)
+    return is_row, choice, is_out, to
+
+
+@triton.jit
 def activate(gate, up, limit):
     """silu(gate) * up, gate clamped above, up on both sides; what is no number stays none."""
     gate = tl.where(gate > limit, limit, gate)
@@ -40,9 +66,10 @@ def word_of(item, items_ptr, shared_items, most_items):
 @triton.jit
 def gate_up_values(
     tile, item, word, x_ptr, codes_ptr, scales_ptr, shared_codes, shared_scales, counts_ptr, lists_ptr, weights_ptr,
-    num_rows, list_size, shared_items, x_stride, limit,
+    name, num_rows, list_size, shared_items, x_stride, limit,
     PER_ROW: tl.constexpr, TILES: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr,
     SPLIT: tl.constexpr, STAGES: tl.constexpr, SHARED_STAGES: tl.constexpr, LATE: tl.constexpr, ROUND: tl.constexpr,
+    CHOICES: tl.constexpr,
 ):  # fmt: skip
     """What a unit adds to inner: [P, 16, R] float32, to which of its rows [R], which of them there are."""
     # A pair of tiles is one of gate and one of up. Row n of part s lies at s * ROWS + n.
@@ -57,10 +84,10 @@ def gate_up_values(
         value = activate(gate, up, limit)
         to = num_rows * PER_ROW + to_row
     else:
-        expert, first = word & 0xFFFF, word >> 16
-        begin = (expert.to(tl.int64) * TILES + tile) * STEPS
-        is_row, choice = chosen_rows(expert, first, counts_ptr, lists_ptr, list_size, at)
-        is_out, to = chosen_rows(expert, first, counts_ptr, lists_ptr, list_size, out_at)
+        begin = ((word & 0xFFFF).to(tl.int64) * TILES + tile) * STEPS
+        is_row, choice, is_out, to = rows_of_item(
+            word, counts_ptr, lists_ptr, list_size, name, ROWS, SPLIT, CHOICES
+        )  # fmt: skip
         weight = tl.load(weights_ptr + to, mask=is_out, other=0.0)
         gate, up = fp4_pairs(
             x_ptr + (choice // PER_ROW).to(tl.int64) * x_stride, is_row, codes_ptr + begin * 2048,
@@ -80,9 +107,10 @@ def store_inner(value, to, is_out, tile, inner_ptr, TILES: tl.constexpr, PAIRS: 
 @triton.jit
 def down_values(
     tile, item, word, inner_ptr, codes_ptr, scales_ptr, shared_codes, shared_scales, counts_ptr, lists_ptr,
-    num_rows, list_size, shared_items,
+    name, num_rows, list_size, shared_items,
     PER_ROW: tl.constexpr, TILES: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr,
     SPLIT: tl.constexpr, STAGES: tl.constexpr, SHARED_STAGES: tl.constexpr, LATE: tl.constexpr, ROUND: tl.constexpr,
+    CHOICES: tl.constexpr,
 ):  # fmt: skip
     """What a unit leaves: [P, 16, R] float32 of first and of second tiles, in which row of parts [R], which there
     are."""
@@ -97,10 +125,10 @@ def down_values(
         )  # fmt: skip
         to = PER_ROW * num_rows + to_row
     else:
-        expert, first = word & 0xFFFF, word >> 16
-        begin = (expert.to(tl.int64) * TILES + tile) * STEPS
-        is_row, choice = chosen_rows(expert, first, counts_ptr, lists_ptr, list_size, at)
-        is_out, out_choice = chosen_rows(expert, first, counts_ptr, lists_ptr, list_size, out_at)
+        begin = ((word & 0xFFFF).to(tl.int64) * TILES + tile) * STEPS
+        is_row, choice, is_out, out_choice = rows_of_item(
+            word, counts_ptr, lists_ptr, list_size, name, ROWS, SPLIT, CHOICES
+        )  # fmt: skip
         to = out_choice % PER_ROW * num_rows + out_choice // PER_ROW
         one, two = fp4_pairs(
             inner_ptr + choice.to(tl.int64) * (STEPS * 128), is_row, codes_ptr + begin * 2048, scales_ptr + begin * 128,

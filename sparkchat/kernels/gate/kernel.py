@@ -166,13 +166,14 @@ def launch_route(
     token_ids: Tensor | None,
     arrived: Tensor | None = None,
     plan: GatePlan = PLAN,
+    makes_lists: bool = True,
 ) -> None:
-    """See ``route``."""
+    """See ``route``. ``makes_lists``: or only weights and chosen, where nobody reads more."""
     rows, per_row = routing.weights.shape
     experts = routing.lists.shape[0]
     check_flat(routing.weights, routing.chosen, routing.lists, bias, table, token_ids)
     block, tile, choices = power_of_two(experts), row_tile(rows), rows * per_row
-    is_one = plan.is_one and arrived is not None and choices <= FEW_CHOICES
+    is_one = makes_lists and plan.is_one and arrived is not None and choices <= FEW_CHOICES
     launch(
         _route, (rows,),
         logits, logits if bias is None else bias, logits if table is None else table,
@@ -183,7 +184,7 @@ def launch_route(
         HAS_TABLE=table is not None, TILE=tile, BLOCK=block, PLACES=power_of_two(per_row),
         CHOICES=power_of_two(choices) if is_one else 0, num_warps=plan.warps,
     )  # fmt: skip
-    if not is_one:
+    if makes_lists and not is_one:
         launch(
             _list_choices, (-(-experts // _EXPERTS_LISTED),),
             routing.chosen, routing.lists, routing.counts, routing.items, choices,
