@@ -29,7 +29,22 @@ import torch
 import torch.nn.functional as F
 import triton
 from gpu_timing import machine, read_bandwidth, time_graph
-from kernel_inputs import DIM, HALF, HEADS, KV, PRODUCTS, RANK, VOCAB, Case, D, Maker, Run, logits_of, settings_of
+from kernel_inputs import (
+    DIM,
+    HALF,
+    HEADS,
+    INTER,
+    KV,
+    PRODUCTS,
+    RANK,
+    VOCAB,
+    Case,
+    D,
+    Maker,
+    Run,
+    logits_of,
+    settings_of,
+)
 from kernel_steps import KINDS, Step, time_steps
 from torch import Tensor
 from v4_products import V4_GROUPS
@@ -38,6 +53,7 @@ from v4_rows import V4_ROW_GROUPS
 from sparkchat.kernels.accept import AcceptBuffers
 from sparkchat.kernels.accept import kernel as accept_kernel
 from sparkchat.kernels.accept.kernel import launch_accept_block
+from sparkchat.kernels.activation.kernel import launch_silu_mul
 from sparkchat.kernels.attention import attention_workspace
 from sparkchat.kernels.attention.kernel import HALF_TILE, Tile, launch_decode_attention
 from sparkchat.kernels.gemm.kernel import launch_small_gemm
@@ -162,14 +178,14 @@ def fp8_cases(make: Maker) -> Iterator[Case]:
 
 # Attention, norm, rope
 
+NEVER = 1 << 30
 KEY_TILES = {
     "used": HALF_TILE,
     "stages 2": replace(HALF_TILE, stages=2),
-    "stages 4": replace(HALF_TILE, stages=4),
-    "32 keys stages 5": replace(HALF_TILE, keys=32, stages=5),
     "8 warps": replace(HALF_TILE, warps=8),
     "264 programs": replace(HALF_TILE, programs=264),
-    "a second launch folds": replace(HALF_TILE, many_groups=1 << 30),
+    "a program for spans": replace(HALF_TILE, many_groups=NEVER, some_groups=NEVER),
+    "a program for bundles": replace(HALF_TILE, many_groups=NEVER, some_groups=1),
     "one program folds": replace(HALF_TILE, many_groups=1),
 }
 
@@ -180,7 +196,10 @@ def attention_cases(make: Maker) -> Iterator[Case]:
         (1, 1024, 8),
         (1, 32768, 1),
         (1, 32768, 8),
+        (4, 1024, 8),
+        (8, 1024, 1),
         (8, 1024, 8),
+        (16, 1024, 8),
         (32, 1024, 1),
         (32, 1024, 8),
     ):
@@ -216,7 +235,7 @@ def attention_cases(make: Maker) -> Iterator[Case]:
 
 
 def small_cases(make: Maker) -> Iterator[Case]:
-    for rows in (1, 8, 64):
+    for rows in (1, 8, 64, 256):
         x, parts, out = make.floats(rows, D), make.floats(4, rows, D), make.half(rows, D)
         weight = make.floats(D)
         yield Case(
@@ -233,6 +252,11 @@ def small_cases(make: Maker) -> Iterator[Case]:
             {"used": lambda i, qkv=qkv, q=q, cache=cache, at=at, row=row, rope=rope, norm=norm: launch_write_qkv(
                 qkv, at, row, rope, cache, q, norm, 1e-6, None)},
         )  # fmt: skip
+    both, mixed = make.half(256, 2 * INTER), make.half(256, INTER)
+    yield Case(
+        "silu mul 256 rows", 2 * 256 * 3 * INTER, 1, {"used": lambda i: launch_silu_mul(both, mixed)},
+        lambda i: _drop(F.silu(both[:, :INTER]) * both[:, INTER:]),
+    )  # fmt: skip
 
 
 # Sampling, acceptance, plan
