@@ -190,3 +190,21 @@ def test_the_launch_of_many_rows_gives_the_same_bits(rows: int) -> None:
         for name in ("merged", "out", "taken"):
             assert torch.equal(after[name], made[turn][name]), (turn, name)
         start, mix = after["merged"], after["next_mix"]
+
+
+def test_rows_of_one_launch_have_the_bits_of_two() -> None:
+    from sparkchat.kernels.hyper.kernel import launch_connect_streams
+    from sparkchat.kernels.hyper.plan import ConnectPlan
+    from sparkchat.kernels.ranks.exchange import MOST_ROWS
+
+    state = states(inputs(MOST_ROWS + 9), MOST_ROWS + 9)[0]
+    together, alone = state["made"][:2]
+    for count, made in ((MOST_ROWS + 9, together), (6, alone), (1, state["made"][2])):
+        launch_connect_streams(
+            state["streams"][:count], state["weights"], state["workspace"], state["parts"][0][:, :count].contiguous(),
+            state["mix"][:count], made["merged"][:count], made["next_mix"][:count], state["norm"], 1e-6,
+            made["out"][:count], made["taken"][:count], None, ConnectPlan(is_quick=True), 20,
+        )  # fmt: skip
+        for name in MADE:
+            assert torch.equal(made[name][:count], together[name][:count]), (count, name)
+            assert not made[name][:count].isnan().any()

@@ -251,14 +251,14 @@ def launch_connect_streams(
     if num_rows > workspace.sums.shape[0] or workspace.sums.shape[1] != programs * (read + mixed):
         raise ValueError(f"the workspace of {tuple(workspace.sums.shape)} has no room for {num_rows} rows of {width}")
     exchange, output = (output.exchange, output.parts) if isinstance(output, Sent) else (None, output)
-    if plan.is_quick and num_rows <= MOST_ROWS:
+    if exchange is not None and not (plan.is_quick and num_rows <= MOST_ROWS):
+        raise ValueError(f"ranks exchange up to {MOST_ROWS} rows in a launch, not {num_rows}")
+    if plan.is_quick:
         launch_connect_rows(
             streams, weights, workspace, parts_of(output, streams), exchange, mix, merged, next_mix, norm, norm_eps,
             out, taken, tap, iterations, plan,
         )  # fmt: skip
         return
-    if exchange is not None:
-        raise ValueError(f"ranks exchange up to {MOST_ROWS} rows in a launch, not {num_rows}")
     rows_each = None
     # The interpreter runs one program after the other: none could wait for the others.
     if plan.meeting != Meeting.LAUNCH and (streams.is_cuda or not triton.knobs.runtime.interpret):

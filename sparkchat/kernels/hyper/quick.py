@@ -208,8 +208,9 @@ def launch_connect_rows(
             FAST=not triton.knobs.runtime.interpret, num_warps=plan.warps,
         )  # fmt: skip
 
-    # The interpreter runs one program after the other, so none may wait for another of its row.
-    if triton.knobs.runtime.interpret and not streams.is_cuda:
+    # Of many rows the last would start when the first are long done; and the interpreter runs one program after the
+    # other, so that none may wait for another of its row.
+    if num_rows > MOST_ROWS or (triton.knobs.runtime.interpret and not streams.is_cuda):
         start(True, False)
         start(False, True)
     else:
