@@ -57,7 +57,7 @@ def where(make: Maker, requests: int, rows: int, context: int) -> tuple[Tensor, 
 
 
 def stream_cases(make: Maker) -> Iterator[Case]:
-    for rows in (1, 6, 24):
+    for rows in (1, 6, 24, 64):
         each = 4 * 24 * STREAMS * D
         count = min(MOST_SETS, make.sets(each))
         weights = [
