@@ -22,6 +22,7 @@ def route(
     table: Tensor | None = None,
     token_ids: Tensor | None = None,
     arrived: Tensor | None = None,
+    makes_lists: bool = True,
 ) -> None:
     """Fill ``routing`` from logits [N, E] float32, or partial sums [S, N, E] that are added in order.
 
@@ -29,7 +30,8 @@ def route(
     of equals the lower one; with ``table`` [V, k] int64 those that it names for ``token_ids`` [N] int64 (ids outside
     of it read its ends: rows that pad a batch have any). Weights are the scores of the chosen, without bias, over their
     sum, times ``scale``. Logits that are no numbers give weights that are none. ``arrived`` [1] int32, 0 before and
-    behind each launch, belongs to a stream of launches; with it few rows take one. Raises ValueError for wrong shapes.
+    behind each launch, belongs to a stream of launches; with it few rows take one. Without ``makes_lists`` only
+    ``weights`` and ``chosen`` are filled on a GPU. Raises ValueError for wrong shapes.
     """
     rows, per_row = routing.weights.shape
     experts = routing.lists.shape[0]
@@ -44,7 +46,7 @@ def route(
         return
     from sparkchat.kernels.gate.kernel import launch_route
 
-    launch_route(logits, routing, scale, bias, table, token_ids, arrived)
+    launch_route(logits, routing, scale, bias, table, token_ids, arrived, makes_lists=makes_lists)
 
 
 def score_and_route(

@@ -65,7 +65,7 @@ class Gate:
         return () if self._weight is None else (self._weight,)
 
     def route(self, x: Tensor, token_ids: Tensor) -> Routing:
-        """What ``__call__`` gives, with the lists that the experts' kernels read. Asks nothing of the host."""
+        """What ``__call__`` gives, with the lists where the experts' kernels read them. Asks nothing of the host."""
         weight = self._weight
         assert weight is not None
         routing = Routing.empty(x.shape[0], self._count, weight.shape[0], x.device)
