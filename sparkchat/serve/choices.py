@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from sparkchat.serve.fields import field_of
 from sparkchat.serve.problems import Problem, unavailable
 
 Event = dict[str, Any]
@@ -63,5 +64,5 @@ def _problem(event: Event) -> Problem:
     message = result["error"] or "the engine could not answer"
     if event.get("error") == "UsageError":
         code = "context_length_exceeded" if "the context holds" in message else "invalid_value"
-        return Problem(400, message, code=code)
+        return Problem(400, message, param=field_of(message), code=code)
     return Problem(500, message, code="engine_error")

@@ -14,6 +14,7 @@ from typing import Any
 
 from sparkchat.config import RunConfig
 from sparkchat.errors import UsageError
+from sparkchat.finite import short
 from sparkchat.options import RESOLVED, SAMPLING, check, unknown
 from sparkchat.params import MOST_LOGPROBS, GenerateRequest, SamplingParams
 from sparkchat.serve.messages import read_messages
@@ -101,7 +102,7 @@ def _asked(
                     logprobs=logprobs,
                 )
             except UsageError as error:
-                raise bad_request(error.message, _field_of(error)) from None
+                raise bad_request(error.message, field_of(error.message)) from None
             requests.append(request)
     options = _stream_options(body)
     return Asked(
@@ -139,7 +140,7 @@ def _sampling(body: Body, default: SamplingParams, max_tokens: int | None) -> Sa
     try:
         return replace(default, **changes)
     except UsageError as error:
-        raise bad_request(error.message, _field_of(error)) from None
+        raise bad_request(error.message, field_of(error.message)) from None
 
 
 def _max_tokens(body: Body, names: tuple[str, ...], default: int | None, info: Mapping[str, Any]) -> int | None:
@@ -149,9 +150,9 @@ def _max_tokens(body: Body, names: tuple[str, ...], default: int | None, info: M
     for name, value in given.items():
         context = info.get("context")
         if type(value) is not int or value < 1:
-            raise bad_request(f"{name} is {_short(value)}; give a whole number of 1 or more", name)
+            raise bad_request(f"{name} is {short(value)}; give a whole number of 1 or more", name)
         if context is not None and value > context:
-            raise bad_request(f"{name} {value} is more than the context of {context} tokens; give less", name)
+            raise bad_request(f"{name} {short(value)} is more than the context of {context} tokens; give less", name)
         return value
     return default
 
@@ -201,7 +202,7 @@ def _stream_options(body: Body) -> dict[str, bool]:
         if name not in known:
             raise bad_request(unknown("stream option", name, known), f"stream_options.{name}", "unknown_parameter")
         if value is not None and not isinstance(value, bool):
-            raise bad_request(f"{name} is {_short(value)}; give true or false", f"stream_options.{name}")
+            raise bad_request(f"{name} is {short(value)}; give true or false", f"stream_options.{name}")
     return {name: bool(value) for name, value in options.items()}
 
 
@@ -221,21 +222,21 @@ def _option(body: Body, name: str) -> Any:
 def _switch(body: Body, name: str) -> bool:
     value = body.get(name)
     if value is not None and not isinstance(value, bool):
-        raise bad_request(f"{name} is {_short(value)}; give true or false", name)
+        raise bad_request(f"{name} is {short(value)}; give true or false", name)
     return bool(value)
 
 
 def _text(body: Body, name: str) -> str | None:
     value = body.get(name)
     if value is not None and not isinstance(value, str):
-        raise bad_request(f"{name} is {_short(value)}; give a text", name)
+        raise bad_request(f"{name} is {short(value)}; give a text", name)
     return None if value is None else _sound(value, name)
 
 
 def _whole(body: Body, name: str, low: int, high: int) -> int | None:
     value = body.get(name)
     if value is not None and not (type(value) is int and low <= value <= high):
-        raise bad_request(f"{name} is {_short(value)}; give a whole number from {low} to {high}", name)
+        raise bad_request(f"{name} is {short(value)}; give a whole number from {low} to {high}", name)
     return value
 
 
@@ -247,14 +248,9 @@ def _sound(text: str, name: str) -> str:
     return text
 
 
-def _short(value: Any) -> str:
-    shown = repr(value)
-    return shown if len(shown) <= 60 else shown[:57] + "..."
-
-
-def _field_of(error: UsageError) -> str | None:
-    """The class names the field first."""
-    word = error.message.split(" ", 1)[0]
+def field_of(message: str) -> str | None:
+    """The field that a refusal names first, as those of a request and of the engine do; None where it names none."""
+    word = message.replace("block size", "block_size", 1).split(" ", 1)[0]
     return word if word in SAMPLING or word in (*_SPECULATION, "logprobs") else None
 
 
@@ -264,9 +260,7 @@ def _refuse_unknown(body: Body, known: Mapping[str, _NoEffect | None]) -> None:
             raise Problem(400, unknown("field", name, known), param=name, code="unknown_parameter")
         harmless = known[name]
         if harmless is not None and value is not None and not harmless.holds(value):
-            raise bad_request(
-                f"{name} {_short(value)} is not possible here; {harmless.want}", name, "unsupported_value"
-            )
+            raise bad_request(f"{name} {short(value)} is not possible here; {harmless.want}", name, "unsupported_value")
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,9 @@ WRONG_FIELDS: list[tuple[str, Json, str]] = [
     (CHAT, {"messages": HI, "max_tokens": -5}, "max_tokens"),
     (CHAT, {"messages": HI, "max_tokens": 10**12}, "max_tokens"),
     (CHAT, {"messages": HI, "max_tokens": 1.5}, "max_tokens"),
+    (CHAT, {"messages": HI, "temperature": 10**400}, "temperature"),
+    (CHAT, {"messages": HI, "logit_bias": {"5": 10**400}}, "logit_bias"),
+    (CHAT, {"messages": HI, "logit_bias": [[5.5, 1]]}, "logit_bias"),
     (CHAT, {"messages": HI, "max_tokens": 5, "max_completion_tokens": 6}, "max_tokens"),
     (CHAT, {"messages": HI, "max_completion_tokens": CONTEXT + 1}, "max_completion_tokens"),
     (CHAT, {"messages": HI, "temperature": "warm"}, "temperature"),
@@ -126,23 +129,24 @@ def test_a_misspelt_field_names_the_nearest(server: Served) -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "code"),
+    ("body", "code", "param"),
     [
-        ({"prompt": "x" * (CONTEXT + 5)}, "context_length_exceeded"),
-        ({"prompt": ""}, "invalid_value"),
-        ({"prompt": [5000]}, "invalid_value"),
-        ({"prompt": "x", "block_size": 9}, "invalid_value"),
-        ({"prompt": "x", "logit_bias": {"5000": 1}}, "invalid_value"),
+        ({"prompt": "x" * (CONTEXT + 5)}, "context_length_exceeded", None),
+        ({"prompt": ""}, "invalid_value", None),
+        ({"prompt": [5000]}, "invalid_value", None),
+        ({"prompt": "x", "block_size": 9}, "invalid_value", "block_size"),
+        ({"prompt": "x", "logit_bias": {"5000": 1}}, "invalid_value", "logit_bias"),
     ],
     ids=str,
 )
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_the_engine_refuses_is_a_400_also_for_a_stream(
-    server: Served, body: Json, code: str, stream: bool
+    server: Served, body: Json, code: str, param: str | None, stream: bool
 ) -> None:
     status, answer = server.post(TEXT, {**body, "stream": stream})
     assert status == 400
-    assert check_error(answer)["code"] == code
+    error = check_error(answer)
+    assert (error["code"], error["param"]) == (code, param)
     check_alive(server)
 
 
