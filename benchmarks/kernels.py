@@ -322,10 +322,13 @@ def sampling_cases(make: Maker) -> Iterator[Case]:
         confidence, scale = make.floats(requests, width), torch.ones(width, device=make.device)
         limits, out = make.ints(*[width] * requests), make.ints(*[0] * requests)
         cost = torch.linspace(3, 9, 2100, dtype=torch.float64, device=make.device)
+        # With a budget as captured steps plan, without one as Algorithm 1 does.
+        budget = make.ints(2 * requests)
         yield Case(
             f"plan {requests}x{width}", 0, 1,
-            {"used": lambda i, confidence=confidence, scale=scale, limits=limits, cost=cost, out=out:
-             launch_plan_lengths(confidence, scale, limits, cost, out, 0, 0.0, None)},
+            {label: lambda i, confidence=confidence, scale=scale, limits=limits, cost=cost, out=out, budget=budget:
+             launch_plan_lengths(confidence, scale, limits, cost, out, 0, 0.0, budget)
+             for label, budget in (("by budget", budget), ("early stop", None))},
         )  # fmt: skip
 
 

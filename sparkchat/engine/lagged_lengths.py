@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from sparkchat.engine.lagged_plan import Budget, admit, choose_budget, past_blocks
 from sparkchat.engine.pair import LoadedPair
@@ -24,8 +25,15 @@ class BatchBudgets:
     sharing: tuple[int, ...]
     shared: Budget | None
 
+    @cached_property
+    def _shares(self) -> frozenset[int]:
+        return frozenset(self.sharing)
+
+    def shares(self, index: int) -> bool:
+        return index in self._shares
+
     def of(self, index: int) -> Budget | None:
-        return self.own.get(index, self.shared if index in self.sharing else None)
+        return self.own.get(index, self.shared if index in self._shares else None)
 
 
 def choose_budgets(
@@ -53,13 +61,12 @@ def choose_budgets(
             newest, *older = stale_of([i])
             alone = choose_budget(newest, cost, older=older)
             own[i] = replace(alone, drafts=max(alone.drafts, intent.floor), plain_theta=plain_theta(1, cost))
-    planned = [i for i, intent in enumerate(intents) if is_planned(states[i], intent)]
-    sharing = tuple(i for i in planned if i not in own)
+    sharing = tuple(i for i, intent in enumerate(intents) if i not in own and is_planned(states[i], intent))
     if not sharing:
         return BatchBudgets(own, (), None)
-    rows, tokens = 0, 0.0
+    rows, tokens, is_shared = 0, 0.0, frozenset(sharing)
     for i, intent in enumerate(intents):
-        if i not in sharing:
+        if i not in is_shared:
             length = own[i].drafts if i in own else intent.draft_len
             alive = states[i].stale.before(rounds[i], intents[i].draft_len)
             rows, tokens = rows + 1 + length, tokens + 1.0 + sum(alive[:length])

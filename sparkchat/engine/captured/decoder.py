@@ -302,7 +302,7 @@ def _draws_of(states: Sequence[RequestState]) -> Draws:
 def _planned(index: int, budgets: BatchBudgets) -> int:
     if index in budgets.own:
         return budgets.own[index].drafts
-    return SHARED if index in budgets.sharing else 0
+    return SHARED if budgets.shares(index) else 0
 
 
 def _most_rows(intents: Sequence[StepIntent], budgets: BatchBudgets) -> int:
@@ -310,7 +310,7 @@ def _most_rows(intents: Sequence[StepIntent], budgets: BatchBudgets) -> int:
     rows = len(intents)
     for index, intent in enumerate(intents):
         budget = budgets.own.get(index)
-        if index in budgets.sharing:
+        if budgets.shares(index):
             continue
         is_compact = intent.mode == "compact" and budget is not None
         rows += min(intent.draft_len, budget.drafts) if is_compact and budget is not None else intent.draft_len
