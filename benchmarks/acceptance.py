@@ -1,11 +1,12 @@
 """Acceptance and confidence of a drafter on published evaluation prompts, by DeepSpec's definitions.
 
     python benchmarks/acceptance.py MODEL --prompts gsm8k=gsm8k.jsonl [--prompts mt-bench=question.jsonl ...]
-        [--drafter DIR] [--count N] [--tokens N] [--temperature F] [--top-p F] [--repetition F]
+        [--chats N] [--drafter DIR] [--count N] [--tokens N] [--temperature F] [--top-p F] [--repetition F]
         [--without-markov] [--together N] [--dtype NAME] [--blocks FILE.npz] [--out FILE.json]
 
 Prompt files are JSON lines (or those gzipped), a prompt a line: ``turns`` (DeepSpec's eval_datasets, FastChat's
-question.jsonl: the first turn counts), ``question`` (GSM8K's test.jsonl) or ``prompt`` (HumanEval.jsonl.gz).
+question.jsonl: the first turn counts), ``question`` (GSM8K's test.jsonl) or ``prompt`` (HumanEval.jsonl.gz). With
+--chats the first N different held-out chats are a further set, ``chats``, some with a system text.
 
 Every block is verified whole. As in DeepSpec: the token from the prompt counts nowhere, an answer ends behind an
 accepted end token, a block then counts up to that token, and lengths include the token behind the accepted drafts. The
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import gzip
+import itertools
 import json
 import platform
 import subprocess
@@ -35,6 +37,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
+from sparkchat.bench.chats import Chat, held_out_chats
 from sparkchat.catalog import load_profile
 from sparkchat.engine.calibration import PositionMetrics, corrected_survival, measure
 from sparkchat.engine.engine import Engine
@@ -80,8 +83,7 @@ def main() -> None:
     with drafter_folder(options.drafter, options.without_markov) as drafter:
         engine = Engine(replace(spec_of(options.model, drafter, options.together), dtype=options.dtype))
         report["engine"] = engine.info
-        for name, path in options.prompts:
-            prompts = read_prompts(path)[: options.count]
+        for name, prompts in sets_of(options):
             rounds = collect(engine, prompts, sampling_of(options), options.together)
             report["sets"][name] = figures(rounds, engine.pair.calibration.get(sampling_kind(sampling_of(options))))
             arrays |= {f"{name}.{part}": getattr(rounds, part) for part in Rounds.__dataclass_fields__}
@@ -95,7 +97,8 @@ def main() -> None:
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", type=Path)
-    parser.add_argument("--prompts", type=named_file, action="append", required=True, metavar="NAME=FILE")
+    parser.add_argument("--prompts", type=named_file, action="append", default=[], metavar="NAME=FILE")
+    parser.add_argument("--chats", type=int, default=0)
     parser.add_argument("--drafter", type=Path, default=SHIPPED)
     parser.add_argument("--count", type=int, default=40)
     parser.add_argument("--tokens", type=int, default=256)
@@ -107,7 +110,10 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--without-markov", action="store_true")
     parser.add_argument("--blocks", type=Path)
     parser.add_argument("--out", type=Path)
-    return parser.parse_args()
+    options = parser.parse_args()
+    if not options.prompts and not options.chats:
+        parser.error("there is nothing to answer; give --prompts NAME=FILE or --chats N")
+    return options
 
 
 def named_file(text: str) -> tuple[str, Path]:
@@ -130,6 +136,14 @@ def read_prompts(path: Path) -> list[str]:
                 raise ValueError(f"{path}, line {number}: no turns, question or prompt")
             prompts.append(turns[0])
     return prompts
+
+
+def sets_of(options: argparse.Namespace) -> Iterator[tuple[str, list[Chat]]]:
+    for name, path in options.prompts:
+        yield name, [(prompt, None) for prompt in read_prompts(path)[: options.count]]
+    if options.chats:
+        drawn = dict.fromkeys(held_out_chats(20 * options.chats, seed=11))
+        yield "chats", list(itertools.islice(drawn, options.chats))
 
 
 def sampling_of(options: argparse.Namespace) -> SamplingParams:
@@ -172,14 +186,14 @@ def drafter_folder(folder: Path, without_markov: bool) -> Iterator[Path]:
         yield Path(copy)
 
 
-def collect(engine: Engine, prompts: Sequence[str], sampling: SamplingParams, together: int, first: int = 0) -> Rounds:
+def collect(engine: Engine, prompts: Sequence[Chat], sampling: SamplingParams, together: int, first: int = 0) -> Rounds:
     """Answer ``prompts``, ``together`` at a time, every block verified whole; ``first``: number of the first one."""
     found: list[tuple[list[float], int, int, int, int]] = []
     for start in range(0, len(prompts), together):
         steps: dict[str, list[dict[str, Any]]] = {}
         ends: dict[str, str] = {}
-        for number, prompt in enumerate(prompts[start : start + together], first + start):
-            request = GenerateRequest(id=str(number), prompt=prompt, mode="static", sampling=sampling)
+        for number, (prompt, system) in enumerate(prompts[start : start + together], first + start):
+            request = GenerateRequest(id=str(number), prompt=prompt, system=system, mode="static", sampling=sampling)
             engine.submit(request.with_sampling(seed=SEED + number))
         while engine.has_work:
             for event in engine.step():
