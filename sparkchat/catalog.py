@@ -192,7 +192,7 @@ def inner_drafter_kind(path: Path) -> str | None:
     if not is_deepseek_v4(path):
         return None
     config = _config_of(path)
-    if config.get("dspark_block_size") is not None:
+    if any(config.get(key) is not None for key in ("dspark_block_size", "dspark_target_layer_ids")):
         return "dspark"
     return "mtp" if config.get("num_nextn_predict_layers") else None
 

@@ -17,6 +17,7 @@ SPARSE_RATIO = 4
 """Ratio of a layer whose entries overlap and are picked by an indexer; every other ratio has neither."""
 _STORED = {"quant_method": "fp8", "fmt": "e4m3", "scale_fmt": "ue8m0", "weight_block_size": [128, 128]}
 """What quantization_config may say of the stored forms in formats.py."""
+_DSPARK_KEYS = ("dspark_block_size", "dspark_markov_rank", "dspark_noise_token_id", "dspark_target_layer_ids")
 
 
 @dataclass(frozen=True)
@@ -231,13 +232,15 @@ def _compress_rope(config: ConfigFile) -> RopeConfig:
 
 
 def _dspark(config: ConfigFile, layers: int, vocab: int) -> DsparkKeys | None:
-    if not config.has("dspark_block_size"):
+    if not any(config.has(key) for key in _DSPARK_KEYS):
         return None
     ids = config.whole_numbers("dspark_target_layer_ids")
     if not ids or list(ids) != sorted(set(ids)) or ids[-1] >= layers:
         raise config.refuse("dspark_target_layer_ids", f"increasing layer numbers below {layers}")
+    # Drafters in a folder of their own spell it without the prefix.
+    is_short = not config.has("dspark_block_size") and config.has("block_size")
     return DsparkKeys(
-        block_size=config.whole("dspark_block_size", most=256),
+        block_size=config.whole("block_size" if is_short else "dspark_block_size", most=256),
         markov_rank=config.whole("dspark_markov_rank"),
         noise_token_id=config.whole("dspark_noise_token_id", least=0, most=vocab - 1),
         target_layer_ids=ids,

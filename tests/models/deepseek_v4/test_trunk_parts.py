@@ -277,6 +277,15 @@ def test_configs_that_are_refused_name_the_key(changes: dict[str, Any], error: t
         parsed(config)
 
 
+def test_the_block_size_may_be_spelt_as_in_drafters_of_their_own() -> None:
+    config = v4_config(FULL_SIZES)
+    del config["dspark_block_size"]
+    with pytest.raises(DamagedFile, match="dspark_block_size is None, must be a whole number"):
+        parsed(config)
+    short = parsed(config | {"block_size": 4}).dspark
+    assert short is not None and short.block_size == 4
+
+
 def test_stages_and_ratios_that_do_not_match_are_refused() -> None:
     config = v4_config(FULL_SIZES)
     config["compress_ratios"] = config["compress_ratios"][:-1]
