@@ -175,7 +175,7 @@ def find_drafter(choice: str | None, model: ModelRef, paths: Paths) -> DrafterRe
     if model.profile is not None and (model.kind == "profile" or _names_drafter(model.profile)):
         found = _profile_drafter(model.profile, paths)
         if found.is_inner and model.path is not None:
-            check_inner_drafter(found, model.path, model.name)
+            check_inner_drafter(found, model.path, model)
         return found
     if model.path is not None and inner_drafter_kind(model.path) is not None:
         return DrafterRef(is_inner=True)
@@ -205,13 +205,14 @@ def _config_of(path: Path) -> dict[str, Any]:
     return config if isinstance(config, dict) else {}
 
 
-def check_inner_drafter(drafter: DrafterRef, path: Path, name: str) -> None:
+def check_inner_drafter(drafter: DrafterRef, path: Path, model: ModelRef) -> None:
     """Raise UsageError where the checkpoint at ``path`` does not carry the drafter that is asked for."""
     found = inner_drafter_kind(path)
     if found is None or drafter.kind not in (None, found):
         has = "no drafter" if found is None else f"a {found} drafter"
+        asked = None if model.profile is None else model.profile.settings.get("drafter.kind")
         raise UsageError(
-            f"profile {name} asks for a {drafter.kind or 'dspark'} drafter in the model's own checkpoint, "
+            f"{f'profile {model.name}' if asked is None else asked.source} asks for a {drafter.kind or 'dspark'} drafter in the model's own checkpoint, "
             f"which carries {has}; change its [drafter] kind, or give --drafter none"
         )
 

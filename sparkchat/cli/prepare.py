@@ -56,7 +56,7 @@ def prepare(ctx: typer.Context) -> RunConfig:
             name = options["drafter"] or model.name
             found_drafter = locate(drafter.sources, name, paths, progress, offline=offline)
     if drafter.is_inner:
-        check_inner_drafter(drafter, found.path, model.name)
+        check_inner_drafter(drafter, found.path, model)
         found_drafter = found
     # What a model can do is known for certain only now that it is here.
     refuse_impossible(options, replace(model, path=found.path), drafter)
