@@ -137,32 +137,32 @@ def measure(
     ``counts`` numbers of requests, ascending from 1; ``block`` tokens are drafted every time. Raises DamagedFile when
     the pair yields no numbers.
     """
-    budget = BUDGET_SECONDS if seconds is None else seconds
-    began, share = time.monotonic(), budget / (len(counts) + 1)
+    budget, turns = BUDGET_SECONDS if seconds is None else seconds, REPEATS if repeats is None else repeats
+    ends, parts = time.monotonic() + budget, len(counts) + 1
     lengths: list[Length] = [None, *_outside_in(block)]
-    timed = {
-        count: _time_lengths(pair, count, block, lengths, share, PROMPT_TOKENS, REPEATS if repeats is None else repeats)
-        for count in counts
-    }
+    context: ContextCosts | None = None
     batches = []
-    for count, times in timed.items():
+    for number, count in enumerate(counts):
+        # What one part leaves of its share goes to the others.
+        share = (ends - time.monotonic()) / (parts - number - (number > 0))
+        times = _time_lengths(pair, count, block, lengths, share, PROMPT_TOKENS, turns)
         filled = sorted(_filled(times).items())
         rows, step_ms = tuple(count * (n + 1) for n, _ in filled), tuple(ms for _, ms in filled)
         batches.append(BatchCosts(count, rows, step_ms, times.get(None)))
-    left = budget - (time.monotonic() - began)
-    has_time = (timed[1][0] + timed[1][block]) / 1e3 < left
-    context = _context_costs(pair, block, timed[1], share, repeats) if has_time else None
+        left = ends - time.monotonic()
+        if number == 0 and (times[0] + times[block]) / 1e3 < left / (parts - 1):
+            context = _context_costs(pair, block, times, left / (parts - 1), turns)
     return table_of(batches, pads_up=False, context=context)
 
 
 def _context_costs(
-    pair: LoadedPair, block: int, short: Mapping[Length, float], seconds: float, repeats: int | None
+    pair: LoadedPair, block: int, short: Mapping[Length, float], seconds: float, repeats: int
 ) -> ContextCosts | None:
     """What a cached token adds, from one request behind a long context; None where there is no room for one."""
     tokens = min(LONG_TOKENS, pair.context - 1)
     if tokens < 2 * PROMPT_TOKENS:
         return None
-    long = _time_lengths(pair, 1, block, [0, block], seconds, tokens, REPEATS if repeats is None else repeats)
+    long = _time_lengths(pair, 1, block, [0, block], seconds, tokens, repeats)
     return context_costs(PROMPT_TOKENS, tokens, block, [(short[n], long[n]) for n in (0, block)])
 
 
@@ -246,7 +246,8 @@ def _probe(pair: LoadedPair, count: int, block: int, context_tokens: int) -> _Pr
         calibration={},
         refinement=None,
     )
-    can_skip = all(type(cache) is KVCache for cache in caches)
+    # What a ring of a sliding window holds is written, never skipped.
+    can_skip = all(type(cache) is KVCache and not any(store.is_ring for store in cache.stores) for cache in caches)
     prompt_tokens = min(num_tokens, max(PENDING_ROWS, PROMPT_TOKENS // count)) if can_skip else num_tokens
     prompt = tuple((7919 * i + 13) % pair.target.config.vocab_size for i in range(prompt_tokens))
     states = [
