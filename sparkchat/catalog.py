@@ -211,8 +211,9 @@ def check_inner_drafter(drafter: DrafterRef, path: Path, model: ModelRef) -> Non
     if found is None or drafter.kind not in (None, found):
         has = "no drafter" if found is None else f"a {found} drafter"
         asked = None if model.profile is None else model.profile.settings.get("drafter.kind")
+        who = f"profile {model.name}" if asked is None else asked.source
         raise UsageError(
-            f"{f'profile {model.name}' if asked is None else asked.source} asks for a {drafter.kind or 'dspark'} drafter in the model's own checkpoint, "
+            f"{who} asks for a {drafter.kind or 'dspark'} drafter in the model's own checkpoint, "
             f"which carries {has}; change its [drafter] kind, or give --drafter none"
         )
 
