@@ -109,6 +109,9 @@ def test_a_v4_folder_says_its_need_by_number_of_devices(
     assert profile is not None
     needs = {int(count): math.ceil(total / 1e9) for count, total in plan["total_bytes_by_devices"].items()}
     assert needs == profile.get("model.min_memory_gb")
+    rest = plan["total_bytes"] - plan["parts"]["weights"] - plan["parts"]["drafter"]
+    weights = [total - rest for total in plan["total_bytes_by_devices"].values()]
+    assert weights == [166_878_536_440, 84_173_429_240, 42_820_875_640, 22_144_598_840]
     assert plan["lines"][-1].startswith("by number of devices: 1 x 173.")
     done = main("run", folder, "--prompt-ids", "1")
     assert done.code == 4
