@@ -32,11 +32,13 @@ QUERIES = 32
 _PROGRAMS = 528
 """About how many programs to start: two on each multiprocessor of an H200, and as many that follow. The longest spans
 come first."""
-_MANY_GROUPS = 192
+_MANY_GROUPS = 128
 """Groups (of rows and a key head) from which on one program reads everything of a group."""
 _SOME_GROUPS = 32
 """Groups from which on one program reads a bundle: with eight rows of eight requests at 1k keys the sums of single
 spans were 18 MB to write and to read, half as much as the keys."""
+_AHEAD = 2
+"""Bundles that the second launch reads at a time."""
 _PIECE = 64
 """Numbers of a head that one program of the second launch folds."""
 BUNDLE = tl.constexpr(4)
@@ -267,8 +269,8 @@ def _attend(
 @triton.jit
 def _join_spans(
     mixed_ptr, stats_ptr, starts_ptr, positions_ptr, ends_ptr, out_ptr, num_requests, num_spans,
-    HEADS: tl.constexpr, DIM: tl.constexpr, PIECE: tl.constexpr, BUNDLED: tl.constexpr, UNIT: tl.constexpr,
-    WINDOW: tl.constexpr, SETTLED: tl.constexpr, PDL: tl.constexpr,
+    HEADS: tl.constexpr, DIM: tl.constexpr, PIECE: tl.constexpr, BUNDLED: tl.constexpr, AHEAD: tl.constexpr,
+    UNIT: tl.constexpr, WINDOW: tl.constexpr, SETTLED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -288,23 +290,24 @@ def _join_spans(
         run_top = tl.full((1,), float("-inf"), tl.float32)
         run_total = tl.zeros((1,), tl.float32)
         run_mixed = tl.zeros((1, PIECE), tl.float32)
-        for bundle in range(first_span // BUNDLE, last_span // BUNDLE + 1):
-            sums_top = tl.full((1,), float("-inf"), tl.float32)
-            sums_total = tl.zeros((1,), tl.float32)
-            sums_mixed = tl.zeros((1, PIECE), tl.float32)
-            for step in tl.static_range(1 if BUNDLED else BUNDLE):
-                span = bundle * BUNDLE + step
-                part = base + span
-                is_part = span + tl.arange(0, 1) <= last_span
-                if not BUNDLED:
-                    is_part &= span >= first_span
-                # Other multiprocessors wrote these: not from the cache of this one.
-                top = tl.load(stats_ptr + part * 2, mask=is_part, other=float("-inf"), cache_modifier=".cg")
-                total = tl.load(stats_ptr + part * 2 + 1, mask=is_part, other=0.0, cache_modifier=".cg")
-                at = mixed_ptr + part[:, None] * DIM + dim[None, :]
-                mixed = tl.load(at, mask=is_part[:, None], other=0.0, cache_modifier=".cg")
-                sums_top, sums_total, sums_mixed = _fold(sums_top, sums_total, sums_mixed, top, total, mixed)
-            run_top, run_total, run_mixed = _fold(run_top, run_total, run_mixed, sums_top, sums_total, sums_mixed)
+        for start in range(first_span // BUNDLE, last_span // BUNDLE + 1, AHEAD):
+            for nth in tl.static_range(AHEAD):
+                sums_top = tl.full((1,), float("-inf"), tl.float32)
+                sums_total = tl.zeros((1,), tl.float32)
+                sums_mixed = tl.zeros((1, PIECE), tl.float32)
+                for step in tl.static_range(1 if BUNDLED else BUNDLE):
+                    span = (start + nth) * BUNDLE + step
+                    part = base + span
+                    is_part = span + tl.arange(0, 1) <= last_span
+                    if not BUNDLED:
+                        is_part &= span >= first_span
+                    # Other multiprocessors wrote these: not from the cache of this one.
+                    top = tl.load(stats_ptr + part * 2, mask=is_part, other=float("-inf"), cache_modifier=".cg")
+                    total = tl.load(stats_ptr + part * 2 + 1, mask=is_part, other=0.0, cache_modifier=".cg")
+                    at = mixed_ptr + part[:, None] * DIM + dim[None, :]
+                    mixed = tl.load(at, mask=is_part[:, None], other=0.0, cache_modifier=".cg")
+                    sums_top, sums_total, sums_mixed = _fold(sums_top, sums_total, sums_mixed, top, total, mixed)
+                run_top, run_total, run_mixed = _fold(run_top, run_total, run_mixed, sums_top, sums_total, sums_mixed)
         out = out_ptr + (row * HEADS + head) * DIM + dim[None, :]
         tl.store(out, (run_mixed / run_total[:, None]).to(out_ptr.dtype.element_ty))
     elif SETTLED:
@@ -358,7 +361,7 @@ def launch_decode_attention(
         launch(
             _join_spans, (num_rows, heads, dim // piece),
             workspace.mixed, workspace.stats, starts, positions, ends, out, requests, spans,
-            HEADS=heads, DIM=dim, PIECE=piece, BUNDLED=is_bundled, UNIT=UNIT, WINDOW=window or 0,
+            HEADS=heads, DIM=dim, PIECE=piece, BUNDLED=is_bundled, AHEAD=_AHEAD, UNIT=UNIT, WINDOW=window or 0,
             SETTLED=reads_ahead(is_settled), num_warps=1,
         )  # fmt: skip
 
