@@ -71,11 +71,6 @@ def started_by(start: Callable[..., Any]) -> Iterator[None]:
         _start = before
 
 
-def is_compiling() -> bool:
-    """Whether kernels are only compiled (``started_by``), for a card that need not be there."""
-    return _start is not None
-
-
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, is_streaming: bool = False, **options: Any) -> None:
     """Start ``kernel``; its last constexpr is PDL. ``is_streaming``: see ``Overlap.SMALL``."""
     if starts_early(is_streaming):

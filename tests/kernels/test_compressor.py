@@ -13,7 +13,7 @@ from sparkchat.kernels.compressor import Pool, PoolShape
 from sparkchat.kernels.compressor.kernel import launch_compress_rows
 from sparkchat.kernels.compressor.reference import compress_rows_reference, rounded_e2m1
 from sparkchat.kernels.latent_attention import LatentRows, LatentShape
-from sparkchat.kernels.latent_attention.write_kernel import launch_write_latents
+from sparkchat.kernels.latent_attention.kernel import launch_write_latents
 from sparkchat.models.deepseek_v4.rounding import LATENT_BLOCK, hadamard, round_e2m1
 
 ROPE, CONTEXT, ROWS = 16, 160, 3

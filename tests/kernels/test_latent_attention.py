@@ -16,9 +16,9 @@ from sparkchat.kernels.latent_attention.kernel import (
     EXACT_TILE,
     Tile,
     launch_latent_attention,
+    launch_write_latents,
 )
 from sparkchat.kernels.latent_attention.reference import latent_attention_reference, write_latents_reference
-from sparkchat.kernels.latent_attention.write_kernel import launch_write_latents
 
 SIZE, ROPE, HEADS, WINDOW, RING = 32, 16, 3, 8, 32
 SHAPE = LatentShape(FIRST_SLOT, RING, 0, ROPE, 1e-6)

@@ -19,8 +19,6 @@ SWITCH = "SPARKCHAT_WEIGHTS_AHEAD"
 """In the environment: 1 calls weights ahead. Not on by itself: it has not been measured."""
 MOST_PIECES = 4
 """Of memory, that one launch asks for."""
-ASKING = 64
-"""Programs that ask beside those that compute: enough of them for the whole bandwidth."""
 
 
 class Lane:
@@ -55,19 +53,6 @@ class Lane:
         if self._side is not None and self._is_open:
             torch.cuda.current_stream().wait_stream(self._side)
             self._is_open = False
-
-
-def shares(weights: Sequence[Tensor], programs: int, spare: Tensor) -> tuple[tuple[Tensor | int, ...], int]:
-    """For a launch of ``programs`` that asks for up to two weights beside what it does, by programs of their own: what
-    its kernel is given of them (bytes and how many, twice), and how often the programs are repeated to ask.
-
-    ``spare``: any tensor, given where there is no weight. Raises ValueError for more than two weights.
-    """
-    found: list[tuple[Tensor, int]] = [(weight.view(-1).view(torch.int8), size) for weight, size in pieces(weights)]
-    if len(found) > 2:
-        raise ValueError(f"a launch asks for at most two weights, not for {len(found)}")
-    first, second = (*found, *[(found[0][0] if found else spare, 0)] * 2)[:2]
-    return (*first, *second), -(-ASKING // programs) if found else 0
 
 
 def pieces(weights: Sequence[Tensor | None]) -> list[tuple[Tensor, int]]:

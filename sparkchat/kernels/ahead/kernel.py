@@ -10,20 +10,10 @@ import triton.language as tl
 from torch import Tensor
 
 from sparkchat.kernels.launch import launch, prefetch, wait
-from sparkchat.kernels.tiles.product import call_bytes
 
 _BYTE = torch.int8
 STRETCH = 2048
 """Bytes that a thread asks for."""
-
-
-@triton.jit
-def ask_share(weight_ptr, size, index, count, WARPS: tl.constexpr):
-    """Call the index-th of ``count`` shares of ``size`` bytes, a multiple of 16, into L2, each warp a piece of it."""
-    thread = tl.arange(0, WARPS * 32)
-    each = (tl.cdiv(size, count * WARPS) + 127) // 128 * 128
-    first = (index * WARPS + thread // 32) * each
-    call_bytes(weight_ptr + first, tl.minimum(each, size - first), thread % 32)
 
 
 @triton.jit

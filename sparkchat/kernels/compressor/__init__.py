@@ -62,7 +62,6 @@ def compress_rows(
     shape: PoolShape,
     *,
     written: LatentRows | None = None,
-    ahead: Sequence[Tensor] = (),
 ) -> None:
     """Keep every row in the ring, and write the entries whose last tokens are among the rows.
 
@@ -72,7 +71,7 @@ def compress_rows(
     from the rows themselves from there on, so the order in which rows are done does not matter; the ring must hold all
     tokens of an entry beside the longest span. rope as of ``write_latents``.
 
-    ``written``: what ``write_latents`` would do for all N rows is done in the same launch. ``ahead``: as there.
+    ``written``: what ``write_latents`` would do for all N rows is done in the same launch.
     """
     if not positions.is_cuda:
         if written is not None:
@@ -86,4 +85,4 @@ def compress_rows(
         return
     from sparkchat.kernels.compressor.kernel import launch_compress_rows
 
-    launch_compress_rows(pools, positions, rows, starts, span_starts, rope, shape, written, ahead=ahead)
+    launch_compress_rows(pools, positions, rows, starts, span_starts, rope, shape, written)

@@ -16,9 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparkchat.kernels.ahead import shares
-from sparkchat.kernels.ahead.kernel import ask_share
-from sparkchat.kernels.latent_attention.write_kernel import keep_latent, norm_low_rank, turn_pairs, written_of
+from sparkchat.kernels.latent_attention.kernel import keep_latent, norm_low_rank, turn_pairs, written_of
 from sparkchat.kernels.launch import check_flat, launch, power_of_two, wait
 from sparkchat.kernels.small_floats import round_e2m1, round_pairs_e4m3
 
@@ -141,7 +139,7 @@ def _compress(
 
 
 @triton.jit
-def compress_row(
+def _compress_rows(
     positions_ptr, rows_ptr, starts_ptr, span_starts_ptr, rope_ptr, num_requests, eps,
     kv_ptr, scores_ptr, bias_ptr, norm_ptr, raw_ptr, entries_ptr, rotation_ptr,
     ring, part_stride, row_stride, raw_stride, entries_stride, slot_stride, first_slot,
@@ -149,20 +147,21 @@ def compress_row(
     ring2, part_stride2, row_stride2, raw_stride2, entries_stride2, slot_stride2, first_slot2,
     latents_ptr, latent_norm_ptr, cache_ptr, low_ptr, low_norm_ptr, out_ptr,
     latent_part, latent_row, low_part, low_row, cache_stride, latent_stride, first_latent, latent_ring, latent_eps,
-    row, program,
     RATIO: tl.constexpr, OVERLAPS: tl.constexpr, ROPE: tl.constexpr, TOKENS: tl.constexpr, INDEX_BLOCK: tl.constexpr,
     WIDTH: tl.constexpr, PARTS: tl.constexpr, ROUND_BLOCK: tl.constexpr, ROTATES: tl.constexpr, IS_INDEX: tl.constexpr,
     WIDTH2: tl.constexpr, PARTS2: tl.constexpr, ROUND_BLOCK2: tl.constexpr, ROTATES2: tl.constexpr,
     IS_INDEX2: tl.constexpr,
     SIZE: tl.constexpr, LATENT_PARTS: tl.constexpr, LATENT_BLOCK: tl.constexpr, LOW: tl.constexpr,
-    LOW_BLOCK: tl.constexpr, LOW_PARTS: tl.constexpr,
+    LOW_BLOCK: tl.constexpr, LOW_PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Keep something of a row: what its entries are made of (programs 0 and 1), then its latent and low rank."""
     POOLS: tl.constexpr = 2 if WIDTH2 > 0 else 1
+    row = tl.program_id(0).to(tl.int64)
+    wait(PDL)
     num_rows = tl.load(starts_ptr + num_requests)
     position = tl.load(positions_ptr + row).to(tl.int32)
     span_start = tl.load(span_starts_ptr + row).to(tl.int32)
     cache_row = tl.load(rows_ptr + row).to(tl.int64)
+    program = tl.program_id(1)
     if program >= POOLS:
         # Also for rows of nobody: what is made of them is multiplied on.
         if SIZE > 0:
@@ -172,7 +171,7 @@ def compress_row(
                     latent_row, cache_stride, latent_stride, first_latent, latent_ring, latent_eps, SIZE, ROPE,
                     LATENT_PARTS, LATENT_BLOCK,
                 )  # fmt: skip
-            elif LOW > 0 and program == POOLS + 1:
+            elif LOW > 0:
                 norm_low_rank(
                     low_ptr, low_norm_ptr, out_ptr, row, low_part, low_row, latent_eps, LOW, LOW_BLOCK, LOW_PARTS,
                 )  # fmt: skip
@@ -193,92 +192,6 @@ def compress_row(
             )  # fmt: skip
 
 
-@triton.jit
-def _compress_rows(
-    positions_ptr, rows_ptr, starts_ptr, span_starts_ptr, rope_ptr, num_requests, eps,
-    kv_ptr, scores_ptr, bias_ptr, norm_ptr, raw_ptr, entries_ptr, rotation_ptr,
-    ring, part_stride, row_stride, raw_stride, entries_stride, slot_stride, first_slot,
-    kv2_ptr, scores2_ptr, bias2_ptr, norm2_ptr, raw2_ptr, entries2_ptr, rotation2_ptr,
-    ring2, part_stride2, row_stride2, raw_stride2, entries_stride2, slot_stride2, first_slot2,
-    latents_ptr, latent_norm_ptr, cache_ptr, low_ptr, low_norm_ptr, out_ptr,
-    latent_part, latent_row, low_part, low_row, cache_stride, latent_stride, first_latent, latent_ring, latent_eps,
-    ahead_ptr, ahead_size, ahead2_ptr, ahead2_size,
-    RATIO: tl.constexpr, OVERLAPS: tl.constexpr, ROPE: tl.constexpr, TOKENS: tl.constexpr, INDEX_BLOCK: tl.constexpr,
-    WIDTH: tl.constexpr, PARTS: tl.constexpr, ROUND_BLOCK: tl.constexpr, ROTATES: tl.constexpr, IS_INDEX: tl.constexpr,
-    WIDTH2: tl.constexpr, PARTS2: tl.constexpr, ROUND_BLOCK2: tl.constexpr, ROTATES2: tl.constexpr,
-    IS_INDEX2: tl.constexpr,
-    SIZE: tl.constexpr, LATENT_PARTS: tl.constexpr, LATENT_BLOCK: tl.constexpr, LOW: tl.constexpr,
-    LOW_BLOCK: tl.constexpr, LOW_PARTS: tl.constexpr, ASKING: tl.constexpr, WARPS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    row, program = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    wait(PDL)
-    if ASKING > 0:
-        first = tl.num_programs(1) - ASKING
-        if program >= first:
-            place, count = (program - first) * tl.num_programs(0) + tl.program_id(0), ASKING * tl.num_programs(0)
-            ask_share(ahead_ptr, ahead_size, place, count, WARPS)
-            ask_share(ahead2_ptr, ahead2_size, place, count, WARPS)
-    compress_row(
-        positions_ptr, rows_ptr, starts_ptr, span_starts_ptr, rope_ptr, num_requests, eps,
-        kv_ptr, scores_ptr, bias_ptr, norm_ptr, raw_ptr, entries_ptr, rotation_ptr,
-        ring, part_stride, row_stride, raw_stride, entries_stride, slot_stride, first_slot,
-        kv2_ptr, scores2_ptr, bias2_ptr, norm2_ptr, raw2_ptr, entries2_ptr, rotation2_ptr,
-        ring2, part_stride2, row_stride2, raw_stride2, entries_stride2, slot_stride2, first_slot2,
-        latents_ptr, latent_norm_ptr, cache_ptr, low_ptr, low_norm_ptr, out_ptr,
-        latent_part, latent_row, low_part, low_row, cache_stride, latent_stride, first_latent, latent_ring, latent_eps,
-        row, program,
-        RATIO, OVERLAPS, ROPE, TOKENS, INDEX_BLOCK, WIDTH, PARTS, ROUND_BLOCK, ROTATES, IS_INDEX, WIDTH2, PARTS2,
-        ROUND_BLOCK2, ROTATES2, IS_INDEX2, SIZE, LATENT_PARTS, LATENT_BLOCK, LOW, LOW_BLOCK, LOW_PARTS,
-    )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Compressed:
-    """What a kernel that keeps rows is given: arguments, numbers it is compiled for, and programs of a row."""
-
-    arguments: tuple[Any, ...]
-    sizes: dict[str, Any]
-    programs: int
-
-
-def compressed_of(
-    pools: Sequence[Pool],
-    positions: Tensor,
-    rows: Tensor,
-    starts: Tensor,
-    span_starts: Tensor,
-    rope: Tensor,
-    shape: PoolShape,
-    written: LatentRows | None,
-    tile: Tile,
-) -> Compressed:
-    """See ``compress_rows``."""
-    from sparkchat.kernels.compressor.reference import INDEX_BLOCK
-
-    check_flat(positions, rows, starts, span_starts, rope)
-    for pool in pools:
-        _check(pool, shape, tile)
-    first, second = pools[0], pools[-1]
-    sizes = _sizes_of(first, shape)
-    for name, value in _sizes_of(second, shape).items():
-        sizes[f"{name}2"] = value if len(pools) > 1 else 0
-    latents, latent_sizes = ((*[rope] * 6, *[0] * 8, 0.0), _NO_SIZES) if written is None else written_of(written)
-    sizes |= latent_sizes
-    sizes |= {
-        "RATIO": shape.ratio, "OVERLAPS": shape.overlaps, "ROPE": shape.rope_dim, "TOKENS": tile.tokens,
-        "INDEX_BLOCK": min(INDEX_BLOCK, second.norm.shape[0]),
-    }  # fmt: skip
-    arguments = (
-        positions, rows, starts, span_starts, rope, starts.shape[0] - 1, shape.eps, *_arguments_of(first),
-        *_arguments_of(second), *latents,
-    )  # fmt: skip
-    return Compressed(arguments, sizes, len(pools) + (latent_sizes["SIZE"] > 0) + (latent_sizes["LOW"] > 0))
-
-
-def tile_of(shape: PoolShape) -> Tile:
-    return SPARSE_TILE if shape.overlaps else HEAVY_TILE
-
-
 def launch_compress_rows(
     pools: Sequence[Pool],
     positions: Tensor,
@@ -289,15 +202,27 @@ def launch_compress_rows(
     shape: PoolShape,
     written: LatentRows | None = None,
     tile: Tile | None = None,
-    ahead: Sequence[Tensor] = (),
 ) -> None:
     """See ``compress_rows``. ``tile`` stands in for the tuned one, for measuring."""
-    tile = tile or tile_of(shape)
-    given = compressed_of(pools, positions, rows, starts, span_starts, rope, shape, written, tile)
-    asked, asking = shares(ahead, positions.shape[0], rope)
+    from sparkchat.kernels.compressor.reference import INDEX_BLOCK
+
+    tile = tile or (SPARSE_TILE if shape.overlaps else HEAVY_TILE)
+    check_flat(positions, rows, starts, span_starts, rope)
+    for pool in pools:
+        _check(pool, shape, tile)
+    first, second = pools[0], pools[-1]
+    sizes = _sizes_of(first, shape)
+    for name, value in _sizes_of(second, shape).items():
+        sizes[f"{name}2"] = value if len(pools) > 1 else 0
+    latents, latent_sizes = ((*[rope] * 6, *[0] * 8, 0.0), _NO_SIZES) if written is None else written_of(written)
+    programs = len(pools) + (latent_sizes["SIZE"] > 0) + (latent_sizes["LOW"] > 0)
     launch(
-        _compress_rows, (positions.shape[0], given.programs + asking), *given.arguments, *asked, **given.sizes,
-        ASKING=asking, WARPS=tile.warps, num_warps=tile.warps,
+        _compress_rows, (positions.shape[0], programs),
+        positions, rows, starts, span_starts, rope, starts.shape[0] - 1, shape.eps, *_arguments_of(first),
+        *_arguments_of(second), *latents,
+        RATIO=shape.ratio, OVERLAPS=shape.overlaps, ROPE=shape.rope_dim, TOKENS=tile.tokens,
+        INDEX_BLOCK=min(INDEX_BLOCK, second.norm.shape[0]),
+        **sizes, **latent_sizes, num_warps=tile.warps,
     )  # fmt: skip
 
 
@@ -311,7 +236,7 @@ def _arguments_of(pool: Pool) -> tuple[Any, ...]:
 
 
 def _sizes_of(pool: Pool, shape: PoolShape) -> dict[str, int]:
-    from sparkchat.kernels.latent_attention.write_kernel import round_block_of
+    from sparkchat.kernels.latent_attention.kernel import round_block_of
 
     width = pool.norm.shape[0]
     is_rounded = pool.has_roundings and not pool.is_index

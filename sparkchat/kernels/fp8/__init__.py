@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from sparkchat.kernels.fp8.plan import Fp8Plan
 from sparkchat.kernels.fp8.reference import fp8_linear_reference
 from sparkchat.kernels.fp8.weights import TiledFp8, takes
 from sparkchat.kernels.ranks import Meeting
@@ -20,18 +19,17 @@ def fp8_linear(
     groups: int = 1,
     is_rounded: bool = False,
     meeting: Meeting | None = None,
-    plan: Fp8Plan | None = None,
 ) -> None:
     """out = x weight^T for x [N, groups * in] half; where groups > 1, output group g reads input group g.
 
     out [N, out] half or float32, or partial sums [weight.splits(), N, out] float32, to be added in order.
     ``is_rounded``: x is first rounded as fp8 products round it, e4m3 with a power of two for each row's 128 inputs.
     ``meeting``: ``out``, whole, lies where other ranks read it; the launch ends when all ranks have written theirs.
-    ``plan``: how it is cut, where not as usual. A row's bits depend on that, on the weight's shape and on whether sums
-    are parts, never on the rows beside it. Raises ValueError for wrong shapes.
+    A row's bits depend on the weight's shape and on whether sums are parts, never on the rows beside it. Raises
+    ValueError for wrong shapes.
     """
     outs, size = weight.shape
-    parts = (weight.splits() if plan is None else plan.splits,) if out.dim() == 3 else ()
+    parts = (weight.splits(),) if out.dim() == 3 else ()
     if x.shape[1] != groups * size or tuple(out.shape) != (*parts, x.shape[0], outs) or outs % (32 * groups):
         raise ValueError(
             f"x {tuple(x.shape)}, weight {(outs, size)} and {groups} groups do not give {tuple(out.shape)}"
@@ -39,8 +37,8 @@ def fp8_linear(
     if x.stride(1) != 1 or out.stride(-1) != 1:
         raise ValueError("numbers of a row must lie side by side")
     if not x.is_cuda:
-        fp8_linear_reference(x, weight, out, groups, is_rounded, plan)
+        fp8_linear_reference(x, weight, out, groups, is_rounded)
         return
     from sparkchat.kernels.fp8.kernel import launch_fp8_linear
 
-    launch_fp8_linear(x, weight, out, groups, is_rounded, plan, meeting)
+    launch_fp8_linear(x, weight, out, groups, is_rounded, meeting=meeting)

@@ -69,15 +69,6 @@ class JointProduct:
     def plan(self) -> JointPlan:
         return joint_plan(*self.codes.shape, self.plain.shape[0])
 
-    def room(self, count: int) -> tuple[Tensor, Tensor, Tensor]:
-        """What a call of ``count`` rows fills."""
-        plan, n, device = self.plan, self.plain.shape[0], self.plain.device
-        return (
-            torch.empty((plan.codes.splits, count, self.codes.shape[0]), device=device),
-            torch.empty((plan.plain_splits, count, n), device=device),
-            torch.empty((count, n - self.whole_from), device=device),
-        )
-
     def __call__(self, x: Tensor, *, is_rounded: bool = False) -> tuple[Tensor, Tensor, Tensor]:
         """x [N, k] half, N <= 512 -> parts [P, N, o] of the codes' product (of rounded x where ``is_rounded``), parts
         [S, N, n] of the plain one's, and its last outputs [N, n - whole_from] added up. All float32.
@@ -86,11 +77,14 @@ class JointProduct:
         """
         if x.stride(1) != 1 or x.shape[1] != self.plain.shape[1]:
             raise ValueError(f"x {tuple(x.shape)} does not fit weights of {self.plain.shape[1]} inputs")
-        out, plain, whole = self.room(x.shape[0])
+        plan, count = self.plan, x.shape[0]
+        out = torch.empty((plan.codes.splits, count, self.codes.shape[0]), device=x.device)
+        plain = torch.empty((plan.plain_splits, count, self.plain.shape[0]), device=x.device)
+        whole = torch.empty((count, self.plain.shape[0] - self.whole_from), device=x.device)
         if x.is_cuda:
             from sparkchat.kernels.fp8.joint_kernel import launch_joint
 
-            launch_joint(x, self, out, plain, whole, is_rounded, self.plan)
+            launch_joint(x, self, out, plain, whole, is_rounded, plan)
         else:
             joint_reference(x, self, out, plain, whole, is_rounded)
         return out, plain, whole

@@ -5,8 +5,7 @@ A plain weight is multiplied as kernels/gemm does, by the instruction for 64 out
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import triton
 import triton.language as tl
@@ -66,17 +65,17 @@ def _plain_tile(
             tl.store(arrived_ptr, 0)
 
 
-@triton.jit
-def joint_tile(
+@triton.jit(do_not_specialize=["num_rows"])
+def _joint_product(
     x_ptr, codes_ptr, scales_ptr, out_ptr, plain_ptr, plain_out_ptr, whole_ptr, arrived_ptr,
     num_rows, plain_programs, num_plain, x_stride, out_stride, part_stride, plain_stride, plain_part_stride,
-    whole_stride, program,
+    whole_stride,
     STEPS: tl.constexpr, PAIRS: tl.constexpr, PART: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr,
     PLAIN_TILES: tl.constexpr, PLAIN_SPLITS: tl.constexpr, PLAIN_ROWS: tl.constexpr, TILE_OUTS: tl.constexpr,
     WHOLE_FROM: tl.constexpr, ROW_TILES: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr,
     PLAIN_STAGES: tl.constexpr, ROUND: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """What the program of a number does."""
+    program = tl.program_id(0)
     if program < plain_programs:
         # Those that are added up begin first.
         tile = PLAIN_TILES - 1 - program % PLAIN_TILES
@@ -99,60 +98,23 @@ def joint_tile(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_rows"])
-def _joint_product(
-    x_ptr, codes_ptr, scales_ptr, out_ptr, plain_ptr, plain_out_ptr, whole_ptr, arrived_ptr,
-    num_rows, plain_programs, num_plain, x_stride, out_stride, part_stride, plain_stride, plain_part_stride,
-    whole_stride,
-    STEPS: tl.constexpr, PAIRS: tl.constexpr, PART: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr,
-    PLAIN_TILES: tl.constexpr, PLAIN_SPLITS: tl.constexpr, PLAIN_ROWS: tl.constexpr, TILE_OUTS: tl.constexpr,
-    WHOLE_FROM: tl.constexpr, ROW_TILES: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr,
-    PLAIN_STAGES: tl.constexpr, ROUND: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    joint_tile(
-        x_ptr, codes_ptr, scales_ptr, out_ptr, plain_ptr, plain_out_ptr, whole_ptr, arrived_ptr, num_rows,
-        plain_programs, num_plain, x_stride, out_stride, part_stride, plain_stride, plain_part_stride, whole_stride,
-        tl.program_id(0), STEPS, PAIRS, PART, SPLITS, ROWS, PLAIN_TILES, PLAIN_SPLITS, PLAIN_ROWS, TILE_OUTS,
-        WHOLE_FROM, ROW_TILES, WARPS, STAGES, PLAIN_STAGES, ROUND, PDL,
-    )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Joined:
-    """What a kernel that does a joint product is given: arguments, numbers it is compiled for, and its programs."""
-
-    arguments: tuple[Any, ...]
-    sizes: dict[str, Any]
-    programs: int
-
-
-def joined_of(
+def launch_joint(
     x: Tensor, product: JointProduct, out: Tensor, plain: Tensor, whole: Tensor, is_rounded: bool, plan: JointPlan
-) -> Joined:
-    """See ``launch_joint``."""
+) -> None:
+    """See ``JointProduct``; ``plan`` may be another than its own, for measuring."""
     from sparkchat.kernels.fp8.joint import PLAIN_OUTS
 
     (outs, size), count, num_plain = product.codes.shape, x.shape[0], product.plain.shape[0]
     rows, plain_rows = row_tile(count, is_rounded), max(_LEAST_ROWS, min(_MOST_ROWS, power_of_two(count)))
     tiles, pairs = -(-num_plain // PLAIN_OUTS), outs // (2 * OUTS)
     plain_programs = tiles * plan.plain_splits * -(-count // plain_rows)
-    arguments = (
+    launch(
+        _joint_product, (plain_programs + pairs * plan.codes.splits * -(-count // rows),),
         x, product.codes.tiles, product.codes.scales, out, product.plain, plain, whole, product.arrived,
         count, plain_programs, num_plain, x.stride(0), out.stride(1), out.stride(0), plain.stride(1), plain.stride(0),
         whole.stride(0),
+        STEPS=size // STEP, PAIRS=pairs, PART=plan.codes.part(size), SPLITS=plan.codes.splits, ROWS=rows,
+        PLAIN_TILES=tiles, PLAIN_SPLITS=plan.plain_splits, PLAIN_ROWS=plain_rows, TILE_OUTS=PLAIN_OUTS,
+        WHOLE_FROM=product.whole_from, ROW_TILES=product.arrived.shape[1], WARPS=plan.codes.warps,
+        STAGES=plan.codes.stages, PLAIN_STAGES=plan.plain_stages, ROUND=is_rounded, num_warps=plan.codes.warps,
     )  # fmt: skip
-    sizes = {
-        "STEPS": size // STEP, "PAIRS": pairs, "PART": plan.codes.part(size), "SPLITS": plan.codes.splits,
-        "ROWS": rows, "PLAIN_TILES": tiles, "PLAIN_SPLITS": plan.plain_splits, "PLAIN_ROWS": plain_rows,
-        "TILE_OUTS": PLAIN_OUTS, "WHOLE_FROM": product.whole_from, "ROW_TILES": product.arrived.shape[1],
-        "WARPS": plan.codes.warps, "STAGES": plan.codes.stages, "PLAIN_STAGES": plan.plain_stages, "ROUND": is_rounded,
-    }  # fmt: skip
-    return Joined(arguments, sizes, plain_programs + pairs * plan.codes.splits * -(-count // rows))
-
-
-def launch_joint(
-    x: Tensor, product: JointProduct, out: Tensor, plain: Tensor, whole: Tensor, is_rounded: bool, plan: JointPlan
-) -> None:
-    """See ``JointProduct``; ``plan`` may be another than its own, for measuring."""
-    joined = joined_of(x, product, out, plain, whole, is_rounded, plan)
-    launch(_joint_product, (joined.programs,), *joined.arguments, **joined.sizes, num_warps=plan.codes.warps)

@@ -5,7 +5,6 @@ Shapes: N rows, R requests, H index heads, c size of an index key, k entries cho
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -49,7 +48,6 @@ def choose_entries(
     context: int,
     most_per_request: int,
     rotation: Tensor | None = None,
-    ahead: Sequence[Tensor] = (),
 ) -> None:
     """chosen [N, k] int32: the entries with the highest scores, of equal ones the earliest, in increasing order.
 
@@ -60,7 +58,7 @@ def choose_entries(
     [c, c] float32 multiplied by it and rounded to 4 bits. weights [N, H] float32 or half, as projected: the factor that
     does not change the order of scores is left out. keys [cache rows, slots, c]; rows [N]; starts [R+1] int32; scores
     [N, E] float32 to work in; rope as of ``write_latents``. Every row lies below ``context``, and no request has more
-    than ``most_per_request`` rows. ``ahead``: as of ``write_latents``.
+    than ``most_per_request`` rows.
     """
     if context // shape.ratio <= shape.topk:
         return
@@ -70,6 +68,5 @@ def choose_entries(
     from sparkchat.kernels.indexer.kernel import launch_choose_entries
 
     launch_choose_entries(
-        q, weights, keys, positions, rows, starts, rope, scores, chosen, shape, context, most_per_request, rotation,
-        ahead=ahead,
+        q, weights, keys, positions, rows, starts, rope, scores, chosen, shape, context, most_per_request, rotation
     )  # fmt: skip

@@ -8,7 +8,6 @@ earliest of those that equal it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,8 +16,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparkchat.kernels.ahead import shares
-from sparkchat.kernels.ahead.kernel import ask_share
 from sparkchat.kernels.indexer.reference import index_queries
 from sparkchat.kernels.latent_attention.kernel import turn_queries
 from sparkchat.kernels.launch import check_flat, launch, power_of_two, wait
@@ -48,23 +45,15 @@ HALF_TILE, EXACT_TILE = Tile(128, 4, 2), Tile(64, 4, 1)
 def _score_entries(
     q_ptr, weights_ptr, keys_ptr, positions_ptr, rows_ptr, starts_ptr, rope_ptr, scores_ptr, num_requests,
     part_stride, row_stride, weights_stride, keys_stride, slot_stride, scores_stride,
-    ahead_ptr, ahead_size, ahead2_ptr, ahead2_size,
     HEADS: tl.constexpr, TILE: tl.constexpr, SIZE: tl.constexpr, ROPE: tl.constexpr, PARTS: tl.constexpr,
     RATIO: tl.constexpr, TOPK: tl.constexpr, BLOCK: tl.constexpr, TURNS: tl.constexpr, EXACT: tl.constexpr,
-    ASKING: tl.constexpr, WARPS: tl.constexpr, PDL: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     first_entry = tl.program_id(1) * BLOCK
     head, dim = tl.arange(0, TILE), tl.arange(0, SIZE)
     is_head = head < HEADS
     wait(PDL)
-    if ASKING > 0:
-        # Programs behind those of the entries.
-        first = tl.num_programs(1) - ASKING
-        if tl.program_id(1) >= first:
-            place = (tl.program_id(1) - first) * tl.num_programs(0) + tl.program_id(0)
-            ask_share(ahead_ptr, ahead_size, place, ASKING * tl.num_programs(0), WARPS)
-            ask_share(ahead2_ptr, ahead2_size, place, ASKING * tl.num_programs(0), WARPS)
     # All that depends on the row alone is asked for before any of it is used.
     position = tl.load(positions_ptr + row).to(tl.int32)
     num_rows = tl.load(starts_ptr + num_requests)
@@ -189,7 +178,6 @@ def launch_choose_entries(
     rotation: Tensor | None,
     tile: Tile | None = None,
     most_held: int = _MOST_HELD,
-    ahead: Sequence[Tensor] = (),
 ) -> None:
     """See ``choose_entries``. ``tile`` and ``most_held`` stand in for the tuned ones, for measuring."""
     _check(q, weights, keys, scores, chosen, shape, context)
@@ -201,15 +189,14 @@ def launch_choose_entries(
     if rotation is not None:
         # Only where the published roundings are simulated: not worth a kernel.
         q = index_queries(q, positions, rope, shape, rotation).flatten(1)
-    asked, asking = shares(ahead, positions.shape[0], scores)
     launch(
-        _score_entries, (positions.shape[0], -(-entries // tile.entries) + asking),
+        _score_entries, (positions.shape[0], -(-entries // tile.entries)),
         q, weights, keys, positions, rows, starts, rope, scores, requests,
         q.stride(0) if q.dim() == 3 else 0, q.stride(-2), weights.stride(0), keys.stride(0), keys.stride(1),
-        scores.stride(0), *asked,
+        scores.stride(0),
         HEADS=shape.heads, TILE=max(16, power_of_two(shape.heads)), SIZE=shape.size, ROPE=shape.rope_dim,
         PARTS=1 if q.dim() == 2 else q.shape[0], RATIO=shape.ratio, TOPK=shape.topk, BLOCK=tile.entries,
-        TURNS=rotation is None, EXACT=is_exact, ASKING=asking, WARPS=tile.warps,
+        TURNS=rotation is None, EXACT=is_exact,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     block = power_of_two(entries) if entries <= most_held else most_held // 2

@@ -7,7 +7,6 @@ entries from slot ``first_slot + ring`` on.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -61,8 +60,6 @@ class LatentWorkspace:
     """[N, H, spans, c] float32, not normalised"""
     stats: Tensor
     """[N, H, spans, 2] float32: largest score (base 2), sum of weights"""
-    count: Tensor
-    """Of programs that have ended a phase (kernels/phases.py)"""
 
 
 def latent_spans(shape: LatentShape, context: int, span: int = SPAN) -> int:
@@ -78,7 +75,6 @@ def latent_workspace(max_rows: int, num_heads: int, size: int, spans: int, devic
     return LatentWorkspace(
         torch.empty((max_rows, num_heads, spans, size), dtype=torch.float32, device=device),
         torch.empty((max_rows, num_heads, spans, 2), dtype=torch.float32, device=device),
-        torch.zeros(1, dtype=torch.int64, device=device),
     )
 
 
@@ -94,25 +90,21 @@ def write_latents(
     low_rank: Tensor | None = None,
     low_rank_norm: Tensor | None = None,
     out: Tensor | None = None,
-    ahead: Sequence[Tensor] = (),
 ) -> None:
     """Keep the latents of rows in the window's ring, normed, turned, rounded where that is on; norm the low ranks.
 
     latents [N, c], or partial sums [P, N, c] float32; latent_norm [c] float32; positions [N]; rows [N] the cache row of
     each; rope [positions, p] float32, cosine and sine side by side; cache [cache rows, slots, c] of one layer.
     low_rank [N, r], or partial sums, of which out [N, r] receives the normed rows; low_rank_norm [r] float32.
-    ``ahead``: up to two weights that the launch calls into L2 for those behind it, by programs of their own.
     """
     if not latents.is_cuda:
         write_latents_reference(
             latents, latent_norm, positions, rows, rope, cache, shape, low_rank, low_rank_norm, out
         )  # fmt: skip
         return
-    from sparkchat.kernels.latent_attention.write_kernel import launch_write_latents
+    from sparkchat.kernels.latent_attention.kernel import launch_write_latents
 
-    launch_write_latents(
-        latents, latent_norm, positions, rows, rope, cache, shape, low_rank, low_rank_norm, out, ahead
-    )  # fmt: skip
+    launch_write_latents(latents, latent_norm, positions, rows, rope, cache, shape, low_rank, low_rank_norm, out)
 
 
 def latent_attention(
@@ -130,7 +122,6 @@ def latent_attention(
     *,
     context: int,
     chosen: Tensor | None = None,
-    ahead: Sequence[Tensor] = (),
 ) -> None:
     """out [N, H, c] = attention of rows over their windows and visible entries, turned back by the rows' positions.
 
@@ -138,7 +129,7 @@ def latent_attention(
     A row sees the ring's positions from ``first_seen`` [N] (it may be negative) below ``ends`` [N], and entries whose
     last token is no later than it; where those are more than ``topk``, the ``chosen`` [N, topk] int32 of them. sinks
     [H] float32 take weight and give nothing. Every row lies below ``context``: so many programs are started, and those
-    that a row has nothing for end at once. ``ahead``: as of ``write_latents``.
+    that a row has nothing for end at once.
     """
     if not q.is_cuda:
         latent_attention_reference(
@@ -148,5 +139,5 @@ def latent_attention(
     from sparkchat.kernels.latent_attention.kernel import launch_latent_attention
 
     launch_latent_attention(
-        q, cache, rows, positions, first_seen, ends, rope, sinks, out, workspace, shape, context, chosen, ahead=ahead
+        q, cache, rows, positions, first_seen, ends, rope, sinks, out, workspace, shape, context, chosen
     )  # fmt: skip

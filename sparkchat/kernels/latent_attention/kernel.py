@@ -10,22 +10,19 @@ tile of keys and load all of it at once, and what they run is kept few instructi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparkchat.kernels.ahead import shares
-from sparkchat.kernels.ahead.kernel import ask_share
-from sparkchat.kernels.latent_attention.write_kernel import check_cache
 from sparkchat.kernels.launch import check_flat, launch, power_of_two, wait
+from sparkchat.kernels.small_floats import round_pairs_e4m3
 
 if TYPE_CHECKING:
-    from sparkchat.kernels.latent_attention import LatentShape, LatentWorkspace
+    from sparkchat.kernels.latent_attention import LatentRows, LatentShape, LatentWorkspace
 
 _LOG2E = 1.4426950408889634
 _PAIRS = 64
@@ -55,6 +52,89 @@ class Tile:
 
 
 HALF_TILE, EXACT_TILE = Tile(16, 64, 8), Tile(16, 16, 4, many_stages=1)
+
+
+@triton.jit
+def _row_of(
+    x_ptr, row, part_stride, row_stride, column,
+    SIZE: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    # Columns of a row, its parts added in order.
+    inside = column < SIZE
+    x = tl.load(x_ptr + row * row_stride + column, mask=inside, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        x += tl.load(x_ptr + part * part_stride + row * row_stride + column, mask=inside, other=0.0)
+    return x
+
+
+@triton.jit
+def keep_latent(
+    latents_ptr, norm_ptr, rope_ptr, cache_ptr, row, cache_row, position, part_stride, row_stride, cache_stride,
+    slot_stride, first_slot, ring, eps,
+    SIZE: tl.constexpr, ROPE: tl.constexpr, PARTS: tl.constexpr, ROUND_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Norm a row's latent, turn and round it, and keep it in the window's ring."""
+    pair = tl.arange(0, SIZE // 2)
+    left = _row_of(latents_ptr, row, part_stride, row_stride, 2 * pair, SIZE, PARTS)
+    right = _row_of(latents_ptr, row, part_stride, row_stride, 2 * pair + 1, SIZE, PARTS)
+    scale = tl.rsqrt(tl.sum(left * left + right * right, axis=0) / SIZE + eps)
+    # Rounded as activations are before they are turned.
+    kind = cache_ptr.dtype.element_ty
+    left = (left * scale * tl.load(norm_ptr + 2 * pair)).to(kind).to(tl.float32)
+    right = (right * scale * tl.load(norm_ptr + 2 * pair + 1)).to(kind).to(tl.float32)
+    left, right = turn_pairs(left, right, rope_ptr, position, SIZE, ROPE)
+    left, right = left.to(kind).to(tl.float32), right.to(kind).to(tl.float32)
+    if ROUND_BLOCK > 0:
+        left, right = round_pairs_e4m3(left, right, (SIZE - ROPE) // 2, SIZE // 2, ROUND_BLOCK)
+    slot = first_slot + position % ring
+    to = cache_ptr + cache_row * cache_stride + slot * slot_stride + 2 * pair
+    tl.store(to, left.to(kind))
+    tl.store(to + 1, right.to(kind))
+
+
+@triton.jit
+def norm_low_rank(
+    low_ptr, norm_ptr, out_ptr, row, part_stride, row_stride, eps,
+    LOW: tl.constexpr, LOW_BLOCK: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Norm a row's low rank."""
+    column = tl.arange(0, LOW_BLOCK)
+    x = _row_of(low_ptr, row, part_stride, row_stride, column, LOW, PARTS)
+    scale = tl.rsqrt(tl.sum(x * x, axis=0) / LOW + eps)
+    out = x * scale * tl.load(norm_ptr + column, mask=column < LOW, other=0.0)
+    tl.store(out_ptr + row * LOW + column, out.to(out_ptr.dtype.element_ty), mask=column < LOW)
+
+
+@triton.jit
+def _write_latents(
+    positions_ptr, rows_ptr, rope_ptr,
+    latents_ptr, latent_norm_ptr, cache_ptr, low_ptr, low_norm_ptr, out_ptr,
+    latent_part, latent_row, low_part, low_row, cache_stride, slot_stride, first_slot, ring, eps,
+    SIZE: tl.constexpr, ROPE: tl.constexpr, LATENT_PARTS: tl.constexpr, LATENT_BLOCK: tl.constexpr, LOW: tl.constexpr,
+    LOW_BLOCK: tl.constexpr, LOW_PARTS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    wait(PDL)
+    position = tl.load(positions_ptr + row).to(tl.int32)
+    cache_row = tl.load(rows_ptr + row).to(tl.int64)
+    if tl.program_id(1) == 0:
+        keep_latent(
+            latents_ptr, latent_norm_ptr, rope_ptr, cache_ptr, row, cache_row, position, latent_part, latent_row,
+            cache_stride, slot_stride, first_slot, ring, eps, SIZE, ROPE, LATENT_PARTS, LATENT_BLOCK,
+        )  # fmt: skip
+    elif LOW > 0:
+        norm_low_rank(low_ptr, low_norm_ptr, out_ptr, row, low_part, low_row, eps, LOW, LOW_BLOCK, LOW_PARTS)
+
+
+@triton.jit
+def turn_pairs(left, right, rope_ptr, position, SIZE: tl.constexpr, ROPE: tl.constexpr):
+    """Pairs of a latent, ``left`` and ``right`` [SIZE / 2], the last ROPE / 2 turned by the position."""
+    pair = tl.arange(0, SIZE // 2)
+    angle = pair - (SIZE - ROPE) // 2
+    at = rope_ptr + position * ROPE + 2 * angle
+    cos = tl.load(at, mask=angle >= 0, other=1.0)
+    sin = tl.load(at + 1, mask=angle >= 0, other=0.0)
+    return left * cos - right * sin, left * sin + right * cos
 
 
 @triton.jit
@@ -148,15 +228,17 @@ def turn_back(left, right, cos, sin):
 
 
 @triton.jit
-def attend_span(
+def _attend_latents(
     q_ptr, cache_ptr, rows_ptr, positions_ptr, first_seen_ptr, ends_ptr, rope_ptr, chosen_ptr, mixed_ptr, stats_ptr,
-    part_stride, row_stride, cache_stride, slot_stride, first_slot, ring, scale, eps, row, head_tile, span,
+    part_stride, row_stride, cache_stride, slot_stride, first_slot, ring, scale, eps,
     HEADS: tl.constexpr, SIZE: tl.constexpr, ROPE: tl.constexpr, PARTS: tl.constexpr, RATIO: tl.constexpr,
     TOPK: tl.constexpr, SPANS: tl.constexpr, SPAN: tl.constexpr, WINDOWS: tl.constexpr, MOST: tl.constexpr,
-    TILE: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr, EXACT: tl.constexpr,
+    TILE: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Leave what one span of a row's keys gives some heads."""
-    heads = head_tile * TILE + tl.arange(0, TILE)
+    row = tl.program_id(0).to(tl.int64)
+    span = tl.program_id(2)
+    heads = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    wait(PDL)
     # All that depends on the row alone is asked for before any of it is used.
     position = tl.load(positions_ptr + row).to(tl.int32)
     low = tl.maximum(tl.load(first_seen_ptr + row).to(tl.int32), 0)
@@ -214,40 +296,15 @@ def attend_span(
 
 
 @triton.jit
-def _attend_latents(
-    q_ptr, cache_ptr, rows_ptr, positions_ptr, first_seen_ptr, ends_ptr, rope_ptr, chosen_ptr, mixed_ptr, stats_ptr,
-    part_stride, row_stride, cache_stride, slot_stride, first_slot, ring, scale, eps,
-    ahead_ptr, ahead_size, ahead2_ptr, ahead2_size,
-    HEADS: tl.constexpr, SIZE: tl.constexpr, ROPE: tl.constexpr, PARTS: tl.constexpr, RATIO: tl.constexpr,
-    TOPK: tl.constexpr, SPANS: tl.constexpr, SPAN: tl.constexpr, WINDOWS: tl.constexpr, MOST: tl.constexpr,
-    TILE: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr, EXACT: tl.constexpr, ASKING: tl.constexpr,
-    WARPS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    span = tl.program_id(2)
-    wait(PDL)
-    if ASKING > 0 and span >= tl.num_programs(2) - ASKING:
-        place = ((span - tl.num_programs(2) + ASKING) * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(0)
-        count = ASKING * tl.num_programs(1) * tl.num_programs(0)
-        ask_share(ahead_ptr, ahead_size, place + tl.program_id(0), count, WARPS)
-        ask_share(ahead2_ptr, ahead2_size, place + tl.program_id(0), count, WARPS)
-    else:
-        attend_span(
-            q_ptr, cache_ptr, rows_ptr, positions_ptr, first_seen_ptr, ends_ptr, rope_ptr, chosen_ptr, mixed_ptr,
-            stats_ptr, part_stride, row_stride, cache_stride, slot_stride, first_slot, ring, scale, eps, row,
-            tl.program_id(1), span, HEADS, SIZE, ROPE, PARTS, RATIO, TOPK, SPANS, SPAN, WINDOWS, MOST, TILE, BLOCK,
-            AHEAD, EXACT,
-        )  # fmt: skip
-
-
-@triton.jit
-def join_spans(
-    mixed_ptr, stats_ptr, positions_ptr, first_seen_ptr, ends_ptr, rope_ptr, sinks_ptr, out_ptr, row, head, first,
+def _join_latents(
+    mixed_ptr, stats_ptr, positions_ptr, first_seen_ptr, ends_ptr, rope_ptr, sinks_ptr, out_ptr,
     HEADS: tl.constexpr, SIZE: tl.constexpr, ROPE: tl.constexpr, RATIO: tl.constexpr, TOPK: tl.constexpr,
     ROOM: tl.constexpr, SPANS: tl.constexpr, SPAN: tl.constexpr, WINDOWS: tl.constexpr, MOST: tl.constexpr,
     PAIRS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Fold what a row's spans have left of PAIRS pairs of a head, from the first on, and turn them back."""
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    first = tl.program_id(2) * PAIRS
     pair = first + tl.arange(0, PAIRS)
     # The sink is a span with a weight and no value; sinks never change, so before the wait.
     top = tl.load(sinks_ptr + head) * 1.4426950408889634
@@ -289,25 +346,6 @@ def join_spans(
     tl.store(to, out.to(out_ptr.dtype.element_ty))
 
 
-@triton.jit
-def _join_latents(
-    mixed_ptr, stats_ptr, positions_ptr, first_seen_ptr, ends_ptr, rope_ptr, sinks_ptr, out_ptr,
-    HEADS: tl.constexpr, SIZE: tl.constexpr, ROPE: tl.constexpr, RATIO: tl.constexpr, TOPK: tl.constexpr,
-    ROOM: tl.constexpr, SPANS: tl.constexpr, SPAN: tl.constexpr, WINDOWS: tl.constexpr, MOST: tl.constexpr,
-    PAIRS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    join_spans(
-        mixed_ptr, stats_ptr, positions_ptr, first_seen_ptr, ends_ptr, rope_ptr, sinks_ptr, out_ptr,
-        tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2) * PAIRS, HEADS, SIZE, ROPE, RATIO, TOPK,
-        ROOM, SPANS, SPAN, WINDOWS, MOST, PAIRS, PDL,
-    )  # fmt: skip
-
-
-def scale_of(size: int) -> float:
-    """Of scores of latents of so many dimensions, to the base 2."""
-    return size**-0.5 * _LOG2E
-
-
 def launch_latent_attention(
     q: Tensor,
     cache: Tensor,
@@ -323,7 +361,6 @@ def launch_latent_attention(
     context: int,
     chosen: Tensor | None,
     tile: Tile | None = None,
-    ahead: Sequence[Tensor] = (),
 ) -> None:
     """See ``latent_attention``. ``tile`` stands in for the tuned one, for measuring."""
     from sparkchat.kernels.latent_attention import MOST_SPANS, SPAN, WINDOW_SPANS, latent_spans
@@ -333,13 +370,13 @@ def launch_latent_attention(
     is_exact = cache.dtype == torch.float32
     tile = tile or (EXACT_TILE if is_exact else HALF_TILE)
     room, spans = workspace.mixed.shape[2], latent_spans(shape, context, tile.span or SPAN)
-    check_cache(cache, shape)
+    _check(cache, shape)
     check_flat(rows, positions, first_seen, ends, rope, sinks, out, chosen)
     if spans > room or workspace.mixed.shape[1] != heads or num_rows > workspace.mixed.shape[0]:
         raise ValueError(
             f"the workspace of {tuple(workspace.mixed.shape)} has no room for {num_rows} rows of {spans} spans"
         )
-    scale, most_heads = scale_of(size), power_of_two(heads)
+    scale, most_heads = size**-0.5 * _LOG2E, power_of_two(heads)
     cut = {"SPAN": tile.span or SPAN, "WINDOWS": WINDOW_SPANS, "MOST": MOST_SPANS}
     if num_rows >= tile.many_rows:
         runs_at_once = num_rows * -(-heads // tile.heads) <= _MULTIPROCESSORS
@@ -350,15 +387,14 @@ def launch_latent_attention(
         )  # fmt: skip
         return
     of_heads = max(16, min(tile.heads, most_heads))
-    asked, asking = shares(ahead, num_rows * -(-heads // of_heads), q)
     launch(
-        _attend_latents, (num_rows, -(-heads // of_heads), spans + asking),
+        _attend_latents, (num_rows, -(-heads // of_heads), spans),
         q, cache, rows, positions, first_seen, ends, rope, rows if chosen is None else chosen, workspace.mixed,
         workspace.stats, q.stride(0) if q.dim() == 3 else 0, q.stride(-2), cache.stride(0), cache.stride(1),
-        shape.first_slot, shape.ring, scale, shape.eps, *asked,
+        shape.first_slot, shape.ring, scale, shape.eps,
         HEADS=heads, SIZE=size, ROPE=shape.rope_dim, PARTS=1 if q.dim() == 2 else q.shape[0], RATIO=shape.ratio,
         TOPK=shape.topk, SPANS=room, TILE=of_heads, BLOCK=tile.keys,
-        AHEAD=tile.reads_ahead, EXACT=is_exact, ASKING=asking, WARPS=tile.warps, **cut, num_warps=tile.warps,
+        AHEAD=tile.reads_ahead, EXACT=is_exact, **cut, num_warps=tile.warps,
     )  # fmt: skip
     pairs = min(_PAIRS, size // 2)
     launch(
@@ -367,3 +403,69 @@ def launch_latent_attention(
         HEADS=heads, SIZE=size, ROPE=shape.rope_dim, RATIO=shape.ratio, TOPK=shape.topk, ROOM=room, SPANS=spans,
         PAIRS=pairs, **cut, num_warps=1,
     )  # fmt: skip
+
+
+def launch_write_latents(
+    latents: Tensor,
+    latent_norm: Tensor,
+    positions: Tensor,
+    rows: Tensor,
+    rope: Tensor,
+    cache: Tensor,
+    shape: LatentShape,
+    low_rank: Tensor | None,
+    low_rank_norm: Tensor | None,
+    out: Tensor | None,
+) -> None:
+    """See ``write_latents``."""
+    from sparkchat.kernels.latent_attention import LatentRows
+
+    check_flat(positions, rows, rope)
+    written = LatentRows(latents, latent_norm, cache, shape, low_rank, low_rank_norm, out)
+    arguments, sizes = written_of(written)
+    launch(
+        _write_latents, (latents.shape[-2], 1 if low_rank is None else 2), positions, rows, rope, *arguments,
+        ROPE=shape.rope_dim, **sizes, num_warps=4,
+    )  # fmt: skip
+
+
+def written_of(written: LatentRows) -> tuple[tuple[Any, ...], dict[str, int]]:
+    """What a kernel that keeps latents is given of them: arguments, and numbers it is compiled for."""
+    latents, cache, shape = written.latents, written.cache, written.shape
+    _check(cache, shape)
+    check_flat(written.latent_norm, written.low_rank_norm, written.out)
+    size, low = latents.shape[-1], latents if written.low_rank is None else written.low_rank
+    width = 0 if written.low_rank is None else low.shape[-1]
+    arguments = (
+        latents, written.latent_norm, cache, low,
+        written.latent_norm if written.low_rank_norm is None else written.low_rank_norm,
+        cache if written.out is None else written.out, latents.stride(0), latents.stride(-2), low.stride(0),
+        low.stride(-2), cache.stride(0), cache.stride(1), shape.first_slot, shape.ring, shape.eps,
+    )  # fmt: skip
+    return arguments, {
+        "SIZE": size,
+        "LATENT_PARTS": 1 if latents.dim() == 2 else latents.shape[0],
+        "LATENT_BLOCK": round_block_of(size - shape.rope_dim) if shape.has_roundings else 0,
+        "LOW": width,
+        "LOW_BLOCK": power_of_two(max(width, 1)),
+        "LOW_PARTS": 1 if low.dim() == 2 else low.shape[0],
+    }
+
+
+def round_block_of(plain: int) -> int:
+    """Pairs that share a scale where so many dimensions are rounded."""
+    from sparkchat.kernels.latent_attention.reference import LATENT_BLOCK
+
+    if plain % LATENT_BLOCK == 0:
+        return LATENT_BLOCK // 2 if plain else 0
+    if plain > LATENT_BLOCK or plain != power_of_two(plain):
+        raise ValueError(f"no kernel rounds {plain} dimensions in blocks of {LATENT_BLOCK}")
+    return plain // 2
+
+
+def _check(cache: Tensor, shape: LatentShape) -> None:
+    size = cache.shape[2]
+    if size < 16 or size != power_of_two(size) or shape.rope_dim % 2:
+        raise ValueError(f"no kernel for latents of {size} dimensions of which {shape.rope_dim} are turned")
+    if cache.stride(2) != 1:
+        raise ValueError("the last dimension of the cache must be contiguous")

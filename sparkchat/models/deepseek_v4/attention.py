@@ -11,17 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparkchat.kernels.compressor import Pool, PoolShape, compress_rows
-from sparkchat.kernels.compressor.input import MOST_ROWS as MOST_JOINED_INPUTS
-from sparkchat.kernels.compressor.input import InputRows, keep_and_project
+from sparkchat.kernels.compressor import PoolShape, compress_rows
 from sparkchat.kernels.indexer import choose_entries
 from sparkchat.kernels.latent_attention import LatentRows, latent_attention, write_latents
-from sparkchat.kernels.latent_attention.output import MOST_ROWS as MOST_JOINED_OUTPUTS
-from sparkchat.kernels.latent_attention.output import OutputWeights, attend_to_output
 from sparkchat.models.deepseek_v4.compressor import Compressor
 from sparkchat.models.deepseek_v4.config import SPARSE_RATIO, WINDOW_ONLY, DeepseekV4Config
 from sparkchat.models.deepseek_v4.indexer import Indexer
-from sparkchat.models.deepseek_v4.launches import Launches
 from sparkchat.models.deepseek_v4.pooling import Pooled
 from sparkchat.models.deepseek_v4.rope import Rotations
 from sparkchat.models.deepseek_v4.rounding import LATENT_BLOCK, round_e4m3
@@ -29,7 +24,7 @@ from sparkchat.models.deepseek_v4.row_pass import RowPass
 from sparkchat.models.deepseek_v4.row_products import RowProducts
 from sparkchat.models.deepseek_v4.scope import Scope
 from sparkchat.models.deepseek_v4.sight import Sight
-from sparkchat.models.deepseek_v4.tile_products import TileProducts, in_parts, into_room, room_of, tiles_of
+from sparkchat.models.deepseek_v4.tile_products import TileProducts, in_parts, into_room, tiles_of
 
 
 class LatentAttention:
@@ -55,10 +50,6 @@ class LatentAttention:
         """[H]"""
         self._compressor = self._indexer = None
         self._products: RowProducts | None = None
-        self._launches = Launches.chosen()
-        self._output_weights: OutputWeights | None = None
-        if self._launches.output and self._tiles is not None:
-            self._output_weights = self._tiles.output_weights(self._output)
         if ratio != WINDOW_ONLY:
             self._compressor = Compressor(scope.within("compressor"), config, ratio, config.head_dim)
         if ratio == SPARSE_RATIO:
@@ -72,102 +63,49 @@ class LatentAttention:
         """As the call, by ``sparkchat.kernels``: x [N, d] -> this rank's part of the output [N, d], or parts of that
         [P, N, d] float32 to be added in order.
         """
-        has_choice = rows.room.scores is not None and self._indexer is not None
-        queries, index_queries, pooled = self._keep(x, layer, rows, has_choice)
-        rows.room.ahead.call(*self._last_weights)
-        # What is chosen comes before what is attended to, and asks for what lies behind both.
-        asked = self._last_weights if self._launches.asks else ()
-        chosen = None
-        if pooled is not None and index_queries is not None:
-            chosen, asked = self._choose_entries(index_queries, pooled, layer, rows, asked), ()
-        return self._attend(queries, chosen, layer, rows, may_be_parts, asked)
-
-    def _keep(
-        self, x: Tensor, layer: int, rows: RowPass, has_choice: bool
-    ) -> tuple[Tensor, Tensor | None, Pooled | None]:
-        """Keep what is kept of rows x [N, d] -> their queries, those of the indexer, and what its compressors pool."""
-        products, room = self._joined(), rows.room
-        weight, joint = products.low_rank_weight(has_choice), products.joint
-        is_joined = self._launches.input and x.shape[0] <= MOST_JOINED_INPUTS
-        if is_joined and joint is not None and weight is not None:
-            filled = joint.room(x.shape[0])
-            ranks, latents, pooled = products.cut(*filled)
-            written, pools = self._written(latents, ranks, layer, rows), self._pools(pooled, layer, rows)
-            out = torch.empty((x.shape[0], weight.shape[0]), dtype=self._dtype, device=x.device)
-            given = InputRows(
-                x, joint, *filled, pools, written, rows.positions, rows.rows, rows.starts, rows.span_starts,
-                room.ropes[self._ratio], self._pool_shape(rows), weight, room.phases, self._has_roundings,
-            )  # fmt: skip
-            keep_and_project(given, out)
-            return *products.cut_queries(out, has_choice), pooled
-        ranks, latents, some = products.of_input(x)
-        room.ahead.call(*products.query_weights)
-        written, asked = self._written(latents, ranks, layer, rows), ()
-        if self._launches.asks and weight is not None:
-            asked = (weight.tiles,)
-        where = (rows.positions, rows.rows)
-        if some is None:
-            norms = {"low_rank_norm": written.low_rank_norm, "out": written.out}
+        ratio, room = self._ratio, rows.room
+        where, rope = (rows.positions, rows.rows), room.ropes[ratio]
+        cache, shape = rows.store(ratio).latents.data[rows.index_of(layer)], room.shapes[ratio]
+        low_rank = torch.empty((x.shape[0], self._low_rank_norm.weight.shape[0]), dtype=self._dtype, device=x.device)
+        ranks, latents, pooled = self._joined().of_input(x)
+        room.ahead.call(*self._joined().query_weights)
+        norms = self._latent_norm.weight, self._low_rank_norm.weight
+        if pooled is None:
             write_latents(
-                latents, written.latent_norm, *where, room.ropes[self._ratio], written.cache, written.shape,
-                low_rank=ranks, **norms, ahead=asked,
+                latents, norms[0], *where, rope, cache, shape, low_rank=ranks, low_rank_norm=norms[1], out=low_rank
             )  # fmt: skip
         else:
-            compress_rows(
-                self._pools(some, layer, rows), *where, rows.starts, rows.span_starts, room.ropes[self._ratio],
-                self._pool_shape(rows), written=written, ahead=asked,
-            )  # fmt: skip
-        assert written.out is not None
-        return *products.of_low_ranks(written.out, has_choice), some
+            written = LatentRows(latents, norms[0], cache, shape, ranks, norms[1], low_rank)
+            self._compress_rows(pooled, written, layer, rows)
+        has_choice = room.scores is not None and self._indexer is not None
+        queries, index_queries = self._joined().of_low_ranks(low_rank, has_choice)
+        room.ahead.call(*self._last_weights)
+        chosen = None
+        if pooled is not None and index_queries is not None:
+            chosen = self._choose_entries(index_queries, pooled, layer, rows)
+        heads = torch.empty((x.shape[0], self._sinks.shape[0], self._size), dtype=self._dtype, device=x.device)
+        latent_attention(
+            queries,
+            cache,
+            rows.rows,
+            rows.positions,
+            rows.first_seen,
+            rows.ends,
+            rope,
+            self._sinks,
+            heads,
+            room.latents,
+            shape,
+            context=room.context,
+            chosen=chosen,
+        )
+        inner = self._inner(heads) if self._tiles is None else self._tiles.to_groups(heads)
+        return in_parts(self._output, inner) if may_be_parts else into_room(self._output, inner, self._group)
 
-    def _attend(
-        self,
-        queries: Tensor,
-        chosen: Tensor | None,
-        layer: int,
-        rows: RowPass,
-        may_be_parts: bool,
-        asked: Sequence[Tensor],
-    ) -> Tensor:
-        """What ``by_kernels`` returns."""
-        room, count, weights = rows.room, queries.shape[-2], self._output_weights
-        shape, rope = room.shapes[self._ratio], room.ropes[self._ratio]
-        cache = rows.store(self._ratio).latents.data[rows.index_of(layer)]
-        given = (queries, cache, rows.rows, rows.positions, rows.first_seen, rows.ends, rope, self._sinks)
-        if weights is not None and count <= MOST_JOINED_OUTPUTS:
-            outs, meeting = weights.output.shape[0], None
-            if may_be_parts:
-                room_of_output = torch.empty((1, count, outs), device=queries.device)
-            else:
-                room_of_output, meeting = room_of(
-                    self._group, count, outs, self._dtype, queries.device, weights.is_rounded
-                )  # fmt: skip
-            attend_to_output(
-                *given, weights, room_of_output.view(count, outs), room.latents, shape, context=room.context,
-                chosen=chosen, meeting=meeting,
-            )  # fmt: skip
-            return room_of_output
-        heads = torch.empty((count, self._sinks.shape[0], self._size), dtype=self._dtype, device=queries.device)
-        latent_attention(*given, heads, room.latents, shape, context=room.context, chosen=chosen, ahead=asked)
-        cut = None if weights is None else weights.cut
-        inner = self._inner(heads) if self._tiles is None else self._tiles.to_groups(heads, cut)
-        if may_be_parts:
-            return in_parts(self._output, inner, cut)
-        return into_room(self._output, inner, self._group, cut)
-
-    def _written(self, latents: Tensor, ranks: Tensor, layer: int, rows: RowPass) -> LatentRows:
-        """What is kept of rows' latents, and room for their normed low ranks."""
-        norm = self._low_rank_norm.weight
-        out = torch.empty((latents.shape[-2], norm.shape[0]), dtype=self._dtype, device=latents.device)
-        cache = rows.store(self._ratio).latents.data[rows.index_of(layer)]
-        return LatentRows(
-            latents, self._latent_norm.weight, cache, rows.room.shapes[self._ratio], ranks, norm, out
-        )  # fmt: skip
-
-    def _pools(self, products: Pooled, layer: int, rows: RowPass) -> list[Pool]:
-        """The compressors of the layer, and where they keep what they make."""
+    def _compress_rows(self, products: Pooled, written: LatentRows, layer: int, rows: RowPass) -> None:
+        """Keep the rows' state, ``written`` with it, and write entries that close."""
         assert self._compressor is not None
-        store, index = rows.store(self._ratio), rows.index_of(layer)
+        store, index, room = rows.store(self._ratio), rows.index_of(layer), rows.room
         assert store.raw is not None
         kind: dict[str, Any] = {"has_roundings": self._has_roundings}
         entries = store.latents.data[index]
@@ -178,15 +116,14 @@ class LatentAttention:
             keys = store.index_keys.data[index]
             raw = store.index_raw.data[index]
             pools.append(self._indexer.compressor.pool(*products.index, raw, keys, 0, **kind))
-        return pools
+        rope = room.ropes[self._ratio]
+        shape = PoolShape(self._ratio, self._indexer is not None, room.shapes[self._ratio].rope_dim, self._eps)
+        compress_rows(
+            pools, rows.positions, rows.rows, rows.starts, rows.span_starts, rope, shape, written=written
+        )  # fmt: skip
 
-    def _pool_shape(self, rows: RowPass) -> PoolShape:
-        return PoolShape(self._ratio, self._indexer is not None, rows.room.shapes[self._ratio].rope_dim, self._eps)
-
-    def _choose_entries(
-        self, index_queries: Tensor, products: Pooled, layer: int, rows: RowPass, asked: Sequence[Tensor]
-    ) -> Tensor:
-        """[N, k] the entries that rows attend to, where there may be more; ``asked``: weights that are called ahead."""
+    def _choose_entries(self, index_queries: Tensor, products: Pooled, layer: int, rows: RowPass) -> Tensor:
+        """[N, k] the entries that rows attend to, where there may be more."""
         store, index, room = rows.store(self._ratio), rows.index_of(layer), rows.room
         assert self._indexer is not None and store.index_keys is not None
         assert products.weights is not None and room.scores is not None and room.chosen is not None
@@ -204,7 +141,6 @@ class LatentAttention:
             context=room.context,
             most_per_request=room.most_per_request,
             rotation=self._indexer.rotation,
-            ahead=asked,
         )
         return room.chosen[: index_queries.shape[0]]
 

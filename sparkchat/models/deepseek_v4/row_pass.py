@@ -54,8 +54,6 @@ class RowRoom:
         spans = max(latent_spans(shape, end) for shape in self.shapes.values())
         self.latents: LatentWorkspace = latent_workspace(most_rows, num_heads, config.head_dim, spans, device)
         self.streams: HyperWorkspace = hyper_workspace(most_rows, config.hidden_size, device, config.hc_mult)
-        self.phases = torch.zeros(1, dtype=torch.int64, device=device)
-        """Count of programs that have ended a phase (kernels/phases.py) of a layer's input"""
         # A machine without a GPU may have no triton, which this import brings in.
         from sparkchat.kernels.ahead import Lane
 

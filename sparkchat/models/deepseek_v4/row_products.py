@@ -63,34 +63,12 @@ class RowProducts:
         """x [N, d] -> low ranks [N, r] and latents [N, c], each whole or float32 parts [P, N, ...] to be added in
         order, and what the compressors pool."""
         if self._joint is not None and x.shape[0] <= MOST_ROWS:
-            assert self._tiles is not None
-            return self.cut(*self._joint(x, is_rounded=self._tiles.is_rounded))
+            assert self._tiles is not None and self._pooling is not None
+            parts, plain, whole = self._joint(x, is_rounded=self._tiles.is_rounded)
+            rank = self._tiles.low_rank
+            return parts[..., :rank], parts[..., rank:], self._pooling.cut(plain, whole)
         low, latents = self._tiles.project(x) if self._tiles else (linear(x) for linear in self._alone)
         return low, latents, None if self._pooling is None else self._pooling(x)
-
-    @property
-    def joint(self) -> JointProduct | None:
-        """What multiplies a layer's input, where it is one product."""
-        return self._joint
-
-    def cut(self, parts: Tensor, plain: Tensor, whole: Tensor) -> tuple[Tensor, Tensor, Pooled]:
-        """What ``joint`` returns as ``of_input`` does."""
-        assert self._tiles is not None and self._pooling is not None
-        rank = self._tiles.low_rank
-        return parts[..., :rank], parts[..., rank:], self._pooling.cut(plain, whole)
-
-    def low_rank_weight(self, has_choice: bool) -> TiledFp8 | None:
-        """What ``of_low_ranks`` multiplies by, where it is one product of tiles."""
-        if has_choice and self._indexer is not None:
-            return self._both
-        inner = _inner_of(self._queries)
-        return inner.weight if isinstance(inner, TiledLinear) else None
-
-    def cut_queries(self, out: Tensor, has_choice: bool) -> tuple[Tensor, Tensor | None]:
-        """What ``low_rank_weight`` gives as ``of_low_ranks`` returns it."""
-        if not has_choice or self._indexer is None:
-            return out, None
-        return out[:, : self._cut], out[:, self._cut :]
 
     def of_low_ranks(self, low_rank: Tensor, has_choice: bool) -> tuple[Tensor, Tensor | None]:
         """low_rank [N, r], normed -> queries [N, H * c], and those of the indexer where ``has_choice``."""
@@ -101,7 +79,7 @@ class RowProducts:
         weight = _inner_of(self._queries)
         out = torch.empty((low_rank.shape[0], self._both.shape[0]), dtype=weight.dtype, device=low_rank.device)
         fp8_linear(low_rank, self._both, out, is_rounded=isinstance(self._queries, RoundedLinear))
-        return self.cut_queries(out, has_choice)
+        return out[:, : self._cut], out[:, self._cut :]
 
 
 class ContextLatents:

@@ -11,9 +11,7 @@ import torch
 from torch import Tensor
 
 from sparkchat.kernels.fp8 import TiledFp8, fp8_linear
-from sparkchat.kernels.fp8.plan import Fp8Plan, num_programs
-from sparkchat.kernels.latent_attention.output import OutputWeights
-from sparkchat.kernels.ranks import Meeting
+from sparkchat.kernels.fp8.plan import num_programs
 from sparkchat.models.deepseek_v4.formats import Stored
 from sparkchat.models.deepseek_v4.packed import MOST_ROWS, TiledLinear, fp8_parts, has_kernels, lies_in_tiles
 from sparkchat.models.deepseek_v4.scope import RoundedLinear, Scope
@@ -78,49 +76,33 @@ class TileProducts:
         fp8_linear(x, self.joint, parts, is_rounded=self.is_rounded)
         return parts[..., : self.low_rank], parts[..., self.low_rank :]
 
-    def to_groups(self, heads: Tensor, cut: Fp8Plan | None = None) -> Tensor:
-        """heads [N, H, c] -> [N, G * o]; ``cut`` as of ``fp8_linear``."""
+    def to_groups(self, heads: Tensor) -> Tensor:
+        """heads [N, H, c] -> [N, G * o]"""
         out = torch.empty((heads.shape[0], self.inner.shape[0]), dtype=self.dtype, device=heads.device)
-        fp8_linear(heads.flatten(1), self.inner, out, groups=self.groups, plan=cut)
+        fp8_linear(heads.flatten(1), self.inner, out, groups=self.groups)
         return out
 
-    def output_weights(self, output: Linear) -> OutputWeights | None:
-        """Both products behind attention, ``output`` the second; None where it does not lie in tiles."""
-        is_rounded, inner = _taken_apart(output)
-        return None if inner is None else OutputWeights(self.inner, inner.weight, self.groups, is_rounded)
 
-
-def in_parts(linear: Linear, x: Tensor, cut: Fp8Plan | None = None) -> Tensor:
-    """x [N, in] -> [N, out], or where the weight lies in tiles float32 parts [P, N, out] to be added in order.
-
-    ``cut`` as of ``fp8_linear``.
-    """
+def in_parts(linear: Linear, x: Tensor) -> Tensor:
+    """x [N, in] -> [N, out], or where the weight lies in tiles float32 parts [P, N, out] to be added in order."""
     is_rounded, inner = _taken_apart(linear)
     if inner is None:
         return linear(x)
-    splits = inner.weight.splits() if cut is None else cut.splits
-    parts = torch.empty((splits, x.shape[0], inner.weight.shape[0]), device=x.device)
-    fp8_linear(x, inner.weight, parts, is_rounded=is_rounded, plan=cut)
+    parts = torch.empty((inner.weight.splits(), x.shape[0], inner.weight.shape[0]), device=x.device)
+    fp8_linear(x, inner.weight, parts, is_rounded=is_rounded)
     return parts
 
 
-def into_room(linear: Linear, x: Tensor, group: Group, cut: Fp8Plan | None = None) -> Tensor:
+def into_room(linear: Linear, x: Tensor, group: Group) -> Tensor:
     """x [N, in] -> this rank's part [N, out], which ``group.parts`` takes next; where the weight lies in tiles it is
-    written where other ranks read it. ``cut`` as of ``fp8_linear``."""
+    written where other ranks read it."""
     is_rounded, inner = _taken_apart(linear)
     if inner is None or x.shape[0] > MOST_ROWS:
         return linear(x)
-    room, meeting = room_of(group, x.shape[0], inner.weight.shape[0], inner.dtype, x.device, is_rounded)
-    fp8_linear(x, inner.weight, room, is_rounded=is_rounded, meeting=meeting, plan=cut)
+    room = group.room((x.shape[0], inner.weight.shape[0]), inner.dtype, x.device)
+    meeting = group.meeting(room, num_programs(inner.weight.shape[0], x.shape[0], is_rounded))
+    fp8_linear(x, inner.weight, room, is_rounded=is_rounded, meeting=meeting)
     return room
-
-
-def room_of(
-    group: Group, rows: int, outs: int, dtype: torch.dtype, device: torch.device, is_rounded: bool
-) -> tuple[Tensor, Meeting | None]:
-    """Where a product writes this rank's part [N, out], and how it meets the other ranks there."""
-    room = group.room((rows, outs), dtype, device)
-    return room, group.meeting(room, num_programs(outs, rows, is_rounded))
 
 
 def tiles_of(linear: Linear) -> tuple[Tensor, ...]:

@@ -17,8 +17,7 @@ from models.deepseek_v4.trunks import CPU, make_trunk, random_ids, run
 from sparkchat.kernels.compressor.kernel import launch_compress_rows
 from sparkchat.kernels.hyper.kernel import launch_connect_streams
 from sparkchat.kernels.indexer.kernel import launch_choose_entries
-from sparkchat.kernels.latent_attention.kernel import launch_latent_attention
-from sparkchat.kernels.latent_attention.write_kernel import launch_write_latents
+from sparkchat.kernels.latent_attention.kernel import launch_latent_attention, launch_write_latents
 from sparkchat.kernels.launch import started_by
 from sparkchat.models.deepseek_v4 import attention, fused
 from sparkchat.models.deepseek_v4.cache import StateCache
