@@ -1,6 +1,7 @@
 """How the raw confidences of one request become chances, and what a finished step teaches about them.
 
-Confidences are corrected by kind of sampling where something is known of that kind, else by the pair's temperatures.
+Confidences are corrected by kind of sampling where something is known of that kind, else by the pair's temperatures,
+else as those of the nearest kind are.
 """
 
 from __future__ import annotations
@@ -12,15 +13,18 @@ from sparkchat.engine.pair import LoadedPair
 from sparkchat.engine.refinement import JudgedBlock
 from sparkchat.engine.request import RequestState
 from sparkchat.params import Correction
-from sparkchat.sampling_kind import sampling_kind
+from sparkchat.sampling_kind import nearest_kind, sampling_kind
 
 
 def fixed_correction(state: RequestState, pair: LoadedPair) -> Correction | None:
     """Without refinement; None leaves confidences as they are."""
-    found = pair.calibration.get(sampling_kind(state.sampling))
-    if found is None and pair.temperatures is not None:
-        found = Correction(pair.temperatures, (0.0,) * len(pair.temperatures))
-    return found
+    kind = sampling_kind(state.sampling)
+    if kind in pair.calibration:
+        return pair.calibration[kind]
+    if pair.temperatures is not None:
+        return Correction(pair.temperatures, (0.0,) * len(pair.temperatures))
+    near = nearest_kind(kind, tuple(pair.calibration))
+    return None if near is None else pair.calibration[near]
 
 
 def correction_of(state: RequestState, pair: LoadedPair) -> Correction | None:

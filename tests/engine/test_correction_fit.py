@@ -14,7 +14,7 @@ from sparkchat.engine.correction_fit import better_correction, fit_correction
 from sparkchat.engine.fitting import fit
 from sparkchat.errors import DamagedFile, UsageError
 from sparkchat.params import Correction, LoadSpec, SamplingParams
-from sparkchat.sampling_kind import KINDS, sampling_kind
+from sparkchat.sampling_kind import KINDS, nearest_kind, sampling_kind
 
 
 def blocks(count: int, truth: Correction, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -88,6 +88,25 @@ def test_each_row_has_its_own_correction() -> None:
 def test_kinds_of_sampling(sampling: dict[str, Any], kind: str) -> None:
     assert sampling_kind(SamplingParams(**sampling)) == kind
     assert kind in KINDS
+
+
+@pytest.mark.parametrize(
+    ("kind", "known", "nearest"),
+    [
+        ("warm-filtered", ("greedy", "warm", "hot"), "warm"),
+        ("warm-filtered", ("hot", "warm", "hot-filtered"), "warm"),
+        ("warm", ("hot", "cool-filtered", "cool"), "hot"),
+        ("warm-filtered", ("hot", "cool-filtered"), "cool-filtered"),
+        ("warm-filtered-penalised", ("warm", "cool-filtered-penalised"), "cool-filtered-penalised"),
+        ("hot-penalised", ("hot", "cool-filtered-penalised"), None),
+        ("hot", ("greedy", "cool", "hot-penalised"), None),
+        ("hot", (), None),
+    ],
+)
+def test_the_nearest_kind_has_like_penalties_and_a_like_temperature(
+    kind: str, known: tuple[str, ...], nearest: str | None
+) -> None:
+    assert nearest_kind(kind, known) == nearest
 
 
 @pytest.mark.parametrize(
