@@ -2,8 +2,8 @@
 
     python benchmarks/v4_pairs.py
 
-"apart": the product or the sum of an expert's parts ends with the ranks' meeting, and the launch that connects the
-streams reads the other's memory. "quick": ranks push their parts and add them in the launch that connects the streams.
+"read": the product or the sum of the experts' parts ends with the ranks' meeting, and the launch that connects the
+streams reads the other's memory. "pushed": ranks push their parts and add them in the launch that connects the streams.
 Times are of both launches, on the slower GPU.
 """
 
@@ -23,15 +23,15 @@ from sparkchat.kernels.fp8 import TiledFp8
 from sparkchat.kernels.fp8.kernel import launch_fp8_linear
 from sparkchat.kernels.hyper import PartList, StreamWeights, hyper_workspace
 from sparkchat.kernels.hyper.kernel import launch_connect_streams
-from sparkchat.kernels.hyper.plan import QUICK, ConnectPlan
+from sparkchat.kernels.hyper.plan import TRIED, ConnectPlan
 from sparkchat.kernels.ranks import Meeting, num_pads, publish_sum
-from sparkchat.kernels.ranks.exchange import MOST_ROWS, Exchange, Sent, inbox_words, no_turns
+from sparkchat.kernels.ranks.exchange import Exchange, Sent, inbox_words, no_turns
 
 D, STREAMS, SETS, PRODUCTS, LAUNCHES = 4096, 4, 40, 6, 80
 ROOM = 4 << 20
 DEVICES = [torch.device("cuda", index) for index in range(2)]
-Run = Callable[[int, int], None]
-"""By rank and number of the launch"""
+Step = Callable[[int, int], None]
+"""One launch, by rank and number of the run"""
 
 
 class Rank:
@@ -69,74 +69,72 @@ class Rank:
         return self.slots[slot, : rows * D * dtype.itemsize].view(dtype).view(rows, D)
 
 
-def cases(ranks: list[Rank], rows: int) -> dict[str, Run]:
-    plans = {"apart": ConnectPlan(), **{f"quick {p} x {w}": ConnectPlan(p, w, is_quick=True) for p, w in QUICK}}
-    spaces = {name: [hyper_workspace(rows, D, r.device, plan=plan) for r in ranks] for name, plan in plans.items()}
+def cases(ranks: list[Rank], rows: int) -> dict[str, list[Step]]:
     x = [torch.randn(rows, D, device=r.device).to(torch.bfloat16) for r in ranks]
-    parts = [torch.randn(7, rows, D, device=r.device) for r in ranks]
-    some = [torch.empty((r.products[0].splits(), rows, D), device=r.device) for r in ranks]
+    experts = [torch.randn(7, rows, D, device=r.device) for r in ranks]
+    attention = [torch.empty((r.products[0].splits(), rows, D), device=r.device) for r in ranks]
     streams = [torch.randn(rows, STREAMS, D, device=r.device).to(torch.bfloat16) for r in ranks]
     made = [(torch.zeros(rows, 20, device=r.device), torch.empty_like(s), torch.empty_like(s[:, 0])) for r, s in
             zip(ranks, streams, strict=True)]  # fmt: skip
+    spaces = {plan: [hyper_workspace(rows, D, r.device, plan=plan) for r in ranks] for plan in TRIED[:3]}
 
-    def connect(rank: int, i: int, name: str, output: Tensor | PartList | Sent) -> None:
-        r, (mix, merged, out) = ranks[rank], made[rank]
-        launch_connect_streams(
-            streams[rank], r.weights[i % SETS], spaces[name][rank], output, mix, merged, mix, r.norm, 1e-6, out, None,
-            None, plans[name], 20,
+    def connect(plan: ConnectPlan, output_of: Callable[[int, int], PartList | Sent]) -> Step:
+        def step(rank: int, i: int) -> None:
+            r, (mix, merged, out) = ranks[rank], made[rank]
+            launch_connect_streams(
+                streams[rank], r.weights[i % SETS], spaces[plan][rank], output_of(rank, i), mix, merged, mix, r.norm,
+                1e-6, out, None, None, plan,
+            )  # fmt: skip
+
+        return step
+
+    def there(dtype: torch.dtype) -> Callable[[int, int], PartList]:
+        return lambda rank, i: PartList(
+            tuple(r.room(i % 2, rows, dtype) for r in ranks), ranks[rank].where[i % 2]
         )  # fmt: skip
 
-    def there(rank: int, slot: int, dtype: torch.dtype) -> PartList:
-        return PartList(tuple(r.room(slot, rows, dtype) for r in ranks), ranks[rank].where[slot])
+    def sent(parts: list[Tensor]) -> Callable[[int, int], Sent]:
+        return lambda rank, i: Sent(parts[rank], ranks[rank].exchange)
 
-    def experts(rank: int, i: int) -> None:
-        r = ranks[rank]
-        publish_sum(parts[rank], r.room(i % 2, rows, torch.float32), r.pads, rank)
-        connect(rank, i, "apart", there(rank, i % 2, torch.float32))
+    def publish(rank: int, i: int) -> None:
+        publish_sum(experts[rank], ranks[rank].room(i % 2, rows, torch.float32), ranks[rank].pads, rank)
 
-    def attention(rank: int, i: int) -> None:
+    def product(rank: int, i: int) -> None:
         r = ranks[rank]
         room = r.room(i % 2, rows, torch.bfloat16)
         launch_fp8_linear(x[rank], r.products[i % PRODUCTS], room, 1, False, meeting=Meeting(r.pads, rank))
-        connect(rank, i, "apart", there(rank, i % 2, torch.bfloat16))
 
-    def product(rank: int, i: int) -> None:
-        launch_fp8_linear(x[rank], ranks[rank].products[i % PRODUCTS], some[rank], 1, False)
+    def product_in_parts(rank: int, i: int) -> None:
+        launch_fp8_linear(x[rank], ranks[rank].products[i % PRODUCTS], attention[rank], 1, False)
 
-    def quick_experts(name: str) -> Run:
-        return lambda rank, i: connect(rank, i, name, Sent(parts[rank], ranks[rank].exchange))
-
-    def quick_attention(name: str) -> Run:
-        def run(rank: int, i: int) -> None:
-            product(rank, i)
-            connect(rank, i, name, Sent(some[rank], ranks[rank].exchange))
-
-        return run
-
-    quick = [name for name in plans if name != "apart"] if rows <= MOST_ROWS else []
+    first = TRIED[0]
     return {
-        "experts, apart": experts,
-        **{f"experts, {name}": quick_experts(name) for name in quick},
-        "attention, apart": attention,
-        "attention's product alone, in parts": product,
-        **{f"attention, {name}": quick_attention(name) for name in quick[:1]},
+        "experts, read": [publish, connect(first, there(torch.float32))],
+        **{f"experts, pushed, {p.programs} programs": [connect(p, sent(experts))] for p in spaces},
+        "attention, read": [product, connect(first, there(torch.bfloat16))],
+        "attention, pushed": [product_in_parts, connect(first, sent(attention))],
+        "attention's product in parts": [product_in_parts],
     }
 
 
-def time_pair(run: Run) -> float:
-    """Microseconds of one run, on the slower GPU."""
+def time_pair(steps: list[Step]) -> float:
+    """Microseconds of all steps, on the slower GPU."""
+    # Step by step on both GPUs: a kernel is loaded when nothing on its GPU waits for the other.
     for i in range(2):
-        for rank, device in enumerate(DEVICES):
-            with torch.cuda.device(device):
-                run(rank, i)
+        for step in steps:
+            for rank, device in enumerate(DEVICES):
+                with torch.cuda.device(device):
+                    step(rank, i)
+            for device in DEVICES:
+                torch.cuda.synchronize(device)
     graphs = []
     for rank, device in enumerate(DEVICES):
-        torch.cuda.synchronize(device)
         with torch.cuda.device(device):
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, stream=torch.cuda.Stream(device)):
                 for i in range(LAUNCHES):
-                    run(rank, i)
+                    for step in steps:
+                        step(rank, i)
             graphs.append(graph)
     found = []
     for number in range(9):
@@ -167,8 +165,8 @@ def main() -> None:
     for device in DEVICES:
         torch.cuda.synchronize(device)
     for rows in (1, 6, 24):
-        for name, run in cases(ranks, rows).items():
-            print(f"{rows:3} rows  {name:40} {time_pair(run):7.2f} us", flush=True)
+        for name, steps in cases(ranks, rows).items():
+            print(f"{rows:3} rows  {name:40} {time_pair(steps):7.2f} us", flush=True)
 
 
 if __name__ == "__main__":

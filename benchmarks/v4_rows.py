@@ -30,8 +30,8 @@ from sparkchat.kernels.latent_attention.kernel import (
     HALF_TILE,
     Tile,
     launch_latent_attention,
+    launch_write_latents,
 )
-from sparkchat.kernels.latent_attention.write_kernel import launch_write_latents
 from sparkchat.kernels.launch import overlap
 
 D, STREAMS, LATENT, ROPE, HEADS, RING, WINDOW, TOPK = 4096, 4, 512, 64, 32, 256, 128, 512
@@ -70,12 +70,10 @@ def stream_cases(make: Maker) -> Iterator[Case]:
         out, fixed = make.half(rows, D), (parts, mix, merged, mix, norm, 1e-6)
         variants: dict[str, Run] = {}
         for plan in TRIED:
-            name = f"{plan.programs} programs, {plan.warps} warps, {plan.meeting.name.lower()}"
             space = hyper_workspace(rows, D, make.device, plan=plan)
-            run = partial(
-                _connect, streams=streams, weights=weights, space=space, fixed=(*fixed, out, None, None, plan, 20)
-            )  # fmt: skip
-            variants[f"{name}{', quick' * plan.is_quick}"] = run
+            variants[f"{plan.programs} programs, {plan.warps} warps"] = partial(
+                _connect, streams=streams, weights=weights, space=space, fixed=(*fixed, out, None, None, plan)
+            )
         yield Case(f"v4 streams {rows} rows", each + rows * D * (4 * STREAMS + 16 + 2), count, variants)
 
 

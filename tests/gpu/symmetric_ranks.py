@@ -19,7 +19,6 @@ from sparkchat.kernels.fp8 import TiledFp8, fp8_linear
 from sparkchat.kernels.fp8.plan import num_programs
 from sparkchat.kernels.hyper import StreamWeights, hyper_workspace
 from sparkchat.kernels.hyper.kernel import launch_connect_streams
-from sparkchat.kernels.hyper.plan import ConnectPlan
 from sparkchat.kernels.ranks.exchange import Sent
 from sparkchat.models.deepseek_v4.vocabulary import VocabularyHead, VocabularyRows
 from sparkchat.models.linear import PlainLinear
@@ -40,6 +39,7 @@ def main(rank: int, size: int, store: str) -> None:
     dist.init_process_group("nccl", store=dist.FileStore(store, size), rank=rank, world_size=size, device_id=device)
     group, nccl = open_group(device), ProcessGroup()
     assert isinstance(group, SymmetricGroup), "the GPUs do not read each other's memory"
+    assert (group.exchange(6, 4096) is not None) == (os.environ["SPARKCHAT_SHARED_SUMS"] == "push")
     for number in range(4):
         for dtype in (torch.bfloat16, torch.float32):
             x = part_of(rank, number, dtype)
@@ -80,10 +80,7 @@ def main(rank: int, size: int, store: str) -> None:
         exchange = group.exchange(6, 4096)
         if exchange is not None:
             sent = Sent(torch.stack([x, torch.ones_like(x)]), exchange)
-            launch_connect_streams(
-                nothing, weights, space, sent, mix, merged, None, None, 0.0, None, None, None,
-                ConnectPlan(is_quick=True), 3,
-            )  # fmt: skip
+            launch_connect_streams(nothing, weights, space, sent, mix, merged, None, None, 0.0, None, None, None)
         logits.copy_(head(torch.eye(8, device=device).to(torch.bfloat16)[:6]))
 
     table = torch.arange(512, device=device).view(64, 8).to(torch.bfloat16)
@@ -116,7 +113,7 @@ def main(rank: int, size: int, store: str) -> None:
         assert torch.equal(streams, table[ids].float().unsqueeze(1).expand(6, 4, 8)), turn
         assert torch.equal(logits, table.T[:6].float()), turn
         assert state.tolist() == [turn] * 64, turn
-        brought = sum(turn + r + 1 for r in range(size)) if group.adds_parts else 0
+        brought = sum(turn + r + 1 for r in range(size)) if group.exchange(6, 4096) else 0
         assert bool((merged == brought).all()), (turn, merged[0, 0, 0], brought)
     dist.barrier()
     print("all alike")

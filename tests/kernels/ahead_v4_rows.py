@@ -19,43 +19,49 @@ from sparkchat.kernels.compressor import Pool, PoolShape
 from sparkchat.kernels.compressor.kernel import launch_compress_rows
 from sparkchat.kernels.hyper import PartList, StreamWeights, hyper_workspace
 from sparkchat.kernels.hyper.kernel import launch_connect_streams
-from sparkchat.kernels.hyper.plan import PLAN, Meeting
 from sparkchat.kernels.indexer import IndexShape, index_scores_of
 from sparkchat.kernels.indexer.kernel import launch_choose_entries
 from sparkchat.kernels.latent_attention import LatentRows, LatentShape, latent_workspace
 from sparkchat.kernels.latent_attention.kernel import (
     HALF_TILE,
     launch_latent_attention,
+    launch_write_latents,
 )
-from sparkchat.kernels.latent_attention.write_kernel import launch_write_latents
 from sparkchat.kernels.launch import overlap, started_by
+from sparkchat.kernels.ranks.exchange import Exchange, Sent, no_turns
 
 D, STREAMS, LATENT, ROPE = 4096, 4, 512, 64
-PLANS = tuple(replace(PLAN, meeting=meeting) for meeting in (Meeting.WORDS, Meeting.COUNT, Meeting.LAUNCH))
 TILES = (HALF_TILE, replace(HALF_TILE, many_rows=1), replace(HALF_TILE, heads=32, many_rows=1))
 
 
 def hyper() -> None:
-    weights = StreamWeights(torch.zeros(24, STREAMS * D), torch.zeros(24), torch.zeros(24), STREAMS, 1e-6, 1e-6, 20)
-    head = StreamWeights(torch.zeros(4, STREAMS * D), torch.zeros(4), torch.zeros(4), STREAMS, 1e-6, 1e-6)
-    norm = torch.ones(D)
-    rows = 6
+    weights, head = (
+        StreamWeights(torch.zeros(n, STREAMS * D), torch.zeros(n), torch.zeros(n), STREAMS, 1e-6, 1e-6, 20)
+        for n in (24, STREAMS)
+    )
+    norm, rows = torch.ones(D), 6
     streams, mix, out = (
         torch.zeros(rows, STREAMS, D, dtype=HALF),
         torch.zeros(rows, 20),
         torch.zeros(rows, D, dtype=HALF),
     )
     parts = PartList.of([torch.zeros(rows, D) for _ in range(2)])
-    for plan in PLANS:
-        space = hyper_workspace(rows, D, CPU, plan=plan)
-        for output in (out.clone(), torch.zeros(4, rows, D), parts) if plan is PLANS[0] else (parts,):
-            launch_connect_streams(
-                streams, weights, space, output, mix, streams.clone(), mix, norm, 1e-6, out, None, None, plan
-            )  # fmt: skip
+    exchange = Exchange(torch.zeros(2, dtype=torch.int64), no_turns(CPU), 0)
     space = hyper_workspace(rows, D, CPU)
+    for output in (out.clone(), parts, *(Sent(torch.zeros(n, rows, D), exchange) for n in (4, 7))):
+        launch_connect_streams(
+            streams, weights, space, output, mix, streams.clone(), mix, norm, 1e-6, out, None, None
+        )  # fmt: skip
     launch_connect_streams(streams, weights, space, None, None, None, mix, norm, 1e-6, out, None, None)
     launch_connect_streams(
-        streams, head, space, parts, mix, streams.clone(), None, norm, 1e-6, out, out, torch.zeros(rows, D)
+        streams, head, space, Sent(torch.zeros(7, rows, D), exchange), mix, streams.clone(), None, norm, 1e-6,
+        torch.zeros(rows, D), out, torch.zeros(rows, D),
+    )  # fmt: skip
+    launch_connect_streams(streams, head, space, parts, mix, streams.clone(), None, None, 0.0, None, None, None)
+    many, space = streams[:1].repeat(33, 1, 1), hyper_workspace(33, D, CPU)
+    launch_connect_streams(
+        many, weights, space, torch.zeros(2, 33, D), torch.zeros(33, 20), many.clone(), torch.zeros(33, 20), norm, 1e-6,
+        torch.zeros(33, D, dtype=HALF), None, None,
     )  # fmt: skip
 
 

@@ -19,8 +19,7 @@ from sparkchat.kernels.fp8 import TiledFp8
 from sparkchat.kernels.fp8.kernel import launch_fp8_linear
 from sparkchat.kernels.hyper import StreamWeights, hyper_workspace
 from sparkchat.kernels.hyper.kernel import launch_connect_streams
-from sparkchat.kernels.hyper.plan import ConnectPlan
-from sparkchat.kernels.hyper.reference import connect_streams_reference, settled
+from sparkchat.kernels.hyper.reference import connect_streams_reference
 from sparkchat.kernels.ranks import Meeting, num_pads, publish, publish_sum
 from sparkchat.kernels.ranks.exchange import Exchange, Sent, inbox_words, no_turns
 from sparkchat.kernels.ranks.rows import look_up
@@ -90,12 +89,10 @@ def exchange_rows(rank: int, ranks: int, number: int, shared: Callable[[str, int
     weights = StreamWeights(torch.zeros(24, size * width), torch.zeros(24), torch.zeros(24), size, 1e-6, 1e-6, 3)
     launch_connect_streams(
         streams, weights, hyper_workspace(rows, width, mix.device), Sent(parts[rank], exchange), mix, merged,
-        torch.empty_like(mix), None, 0.0, None, None, None, ConnectPlan(is_quick=True), 3,
+        torch.empty_like(mix), None, 0.0, None, None, None,
     )  # fmt: skip
     wanted = torch.empty_like(merged)
-    connect_streams_reference(
-        streams, weights, parts.sum((0, 1)), settled(mix, weights, 3), wanted, None, None, 0.0, None, None, None
-    )
+    connect_streams_reference(streams, weights, parts.sum((0, 1)), mix, wanted, None, None, 0.0, None, None, None)
     torch.testing.assert_close(merged, wanted)
     assert turns[:rows, :2].tolist() == [[number + 1] * 2] * rows, turns[:rows, :3]
 

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from kernels.agreement import assert_same_sums
-from sparkchat.kernels.hyper import PartList, StreamWeights, hyper_workspace
+from sparkchat.kernels.hyper import HyperWorkspace, PartList, StreamWeights, hyper_workspace
 from sparkchat.kernels.hyper.kernel import launch_connect_streams
-from sparkchat.kernels.hyper.reference import connect_streams_reference
+from sparkchat.kernels.hyper.reference import connect_streams_reference, settled
+from sparkchat.kernels.ranks.exchange import MOST_ROWS, Exchange, Sent, no_turns
 
 S, D = 4, 64
 NAN = float("nan")
@@ -29,13 +30,13 @@ def weights_of(
         size,
         rms_eps=1e-6,
         eps=1e-6,
-        iterations=0 if is_head else iterations,
+        iterations=iterations,
     )
 
 
 def make(device: torch.device, rows: int, dtype: torch.dtype = torch.float32, size: int = S, width: int = D) -> Buffers:
     """Inputs of a call, and room for what it makes."""
-    mix = torch.rand(rows, size + size * size, device=device)
+    mix = torch.randn(rows, size + size * size, device=device)
     return {
         "streams": torch.randn(rows, size, width, device=device).to(dtype),
         "output": torch.randn(3, rows, width, device=device),
@@ -58,9 +59,9 @@ def copy_of(buffers: Buffers, **changes: Any) -> Buffers:
     return {**fresh, **changes}
 
 
-def launch(buffers: Buffers, weights: StreamWeights) -> Buffers:
+def launch(buffers: Buffers, weights: StreamWeights, space: HyperWorkspace | None = None) -> Buffers:
     rows, size, width = buffers["streams"].shape
-    space = hyper_workspace(rows, width, buffers["streams"].device, size)
+    space = space or hyper_workspace(rows, width, buffers["streams"].device, size)
     launch_connect_streams(weights=weights, workspace=space, **buffers)
     return buffers
 
@@ -109,17 +110,17 @@ def test_output_in_one_piece_and_in_pieces_anywhere(device: torch.device) -> Non
 
 
 def test_the_mix_may_be_written_where_it_was_read(device: torch.device) -> None:
-    buffers, weights = make(device, 3), weights_of(device)
-    apart = launch(copy_of(buffers), weights)
+    buffers, weights, space = make(device, 3), weights_of(device), hyper_workspace(3, D, device)
+    apart = launch(copy_of(buffers), weights, space)
     shared = copy_of(buffers)
-    launch({**shared, "next_mix": shared["mix"]}, weights)
-    assert torch.equal(shared["mix"], apart["next_mix"])
+    launch({**shared, "next_mix": shared["mix"]}, weights, space)
+    assert torch.equal(shared["mix"], apart["next_mix"]) and space.rounds.tolist() == [2, 2, 2]
 
 
 def test_a_row_does_not_depend_on_the_rows_beside_it(device: torch.device) -> None:
-    buffers, weights = make(device, 10), weights_of(device)
+    buffers, weights = make(device, MOST_ROWS + 1), weights_of(device)
     together = launch(copy_of(buffers), weights)
-    for row in (0, 9):
+    for row in (0, MOST_ROWS):
         cut = {n: v[:, row : row + 1] if n == "output" else v[row : row + 1] for n, v in buffers.items() if n in
                ("streams", "output", "mix", *MADE)}  # fmt: skip
         alone = launch(copy_of({**buffers, **cut}), weights)
@@ -133,13 +134,15 @@ def test_the_combination_is_transposed_and_balanced(device: torch.device) -> Non
     buffers["streams"] = torch.arange(1.0, S + 1, device=device).view(1, S, 1).expand(1, S, D).contiguous()
     buffers["output"] = torch.zeros(1, D, device=device)
     moved = torch.zeros(S, S, device=device)
-    moved[torch.arange(S), torch.tensor([2, 0, 3, 1])] = 1.0
-    buffers["mix"] = torch.cat([torch.ones(S, device=device), moved.flatten()]).view(1, -1)
+    moved[torch.arange(S), torch.tensor([2, 0, 3, 1])] = 30.0
+    buffers["mix"] = torch.cat([torch.zeros(S, device=device), moved.flatten()]).view(1, -1)
     got = launch(buffers, weights)
     # Stream 0 goes to place 2, 1 to 0, 2 to 3 and 3 to 1.
-    assert got["merged"][0, :, 0].tolist() == [2.0, 4.0, 1.0, 3.0]
-    balanced = got["next_mix"][0, S:].view(S, S)
-    torch.testing.assert_close(balanced.sum(0), torch.ones(S, device=device), atol=1e-5, rtol=0)
+    wanted = torch.tensor([2.0, 4.0, 1.0, 3.0], device=device)
+    torch.testing.assert_close(got["merged"][0, :, 0], wanted, atol=1e-4, rtol=0)
+    for numbers in (buffers["mix"], got["next_mix"]):
+        balanced = settled(numbers, weights)[0, S:].view(S, S)
+        torch.testing.assert_close(balanced.sum(0), torch.ones(S, device=device), atol=1e-5, rtol=0)
 
 
 def test_streams_cannot_be_merged_in_place(device: torch.device) -> None:
@@ -151,6 +154,13 @@ def test_streams_cannot_be_merged_in_place(device: torch.device) -> None:
 def test_more_rows_than_there_is_room_for_are_refused(device: torch.device) -> None:
     with pytest.raises(ValueError, match="no room for 3 rows"):
         launch_connect_streams(weights=weights_of(device), workspace=hyper_workspace(2, D, device), **make(device, 3))
+
+
+def test_more_rows_than_ranks_exchange_are_refused(device: torch.device) -> None:
+    buffers = make(device, MOST_ROWS + 1)
+    exchange = Exchange(torch.zeros(2, dtype=torch.int64, device=device), no_turns(device), 0)
+    with pytest.raises(ValueError, match="ranks exchange up to 24 rows"):
+        launch({**buffers, "output": Sent(buffers["output"], exchange)}, weights_of(device))
 
 
 def test_widths_without_a_kernel_are_refused(device: torch.device) -> None:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from sparkchat.kernels.gate.plan import IS_QUICK
 from sparkchat.kernels.gate.reference import route_reference
 from sparkchat.kernels.gate.routing import Routing
-from sparkchat.kernels.gemm import gemm_splits, small_gemm
 
-__all__ = ["Routing", "route", "score_and_route"]
+__all__ = ["Routing", "route"]
 
 
 def route(
@@ -22,7 +19,6 @@ def route(
     table: Tensor | None = None,
     token_ids: Tensor | None = None,
     arrived: Tensor | None = None,
-    makes_lists: bool = True,
 ) -> None:
     """Fill ``routing`` from logits [N, E] float32, or partial sums [S, N, E] that are added in order.
 
@@ -30,8 +26,7 @@ def route(
     of equals the lower one; with ``table`` [V, k] int64 those that it names for ``token_ids`` [N] int64 (ids outside
     of it read its ends: rows that pad a batch have any). Weights are the scores of the chosen, without bias, over their
     sum, times ``scale``. Logits that are no numbers give weights that are none. ``arrived`` [1] int32, 0 before and
-    behind each launch, belongs to a stream of launches; with it few rows take one. Without ``makes_lists`` only
-    ``weights`` and ``chosen`` are filled on a GPU. Raises ValueError for wrong shapes.
+    behind each launch, belongs to a stream of launches; with it few rows take one. Raises ValueError for wrong shapes.
     """
     rows, per_row = routing.weights.shape
     experts = routing.lists.shape[0]
@@ -46,27 +41,4 @@ def route(
         return
     from sparkchat.kernels.gate.kernel import launch_route
 
-    launch_route(logits, routing, scale, bias, table, token_ids, arrived, makes_lists=makes_lists)
-
-
-def score_and_route(
-    x: Tensor,
-    weight: Tensor,
-    routing: Routing,
-    scale: float,
-    *,
-    bias: Tensor | None = None,
-    table: Tensor | None = None,
-    token_ids: Tensor | None = None,
-    arrived: Tensor,
-) -> None:
-    """As ``route`` of the logits x [N, d] weight [E, d]^T; few rows take one launch."""
-    logits = torch.empty((gemm_splits(weight), x.shape[0], weight.shape[0]), device=x.device)
-    if IS_QUICK and x.is_cuda:
-        from sparkchat.kernels.gate.quick import launch_gate_rows, takes
-
-        if takes(x.shape[0], weight.shape[1], logits.shape[0]):
-            launch_gate_rows(x, weight, logits, routing, scale, bias, table, token_ids, arrived)
-            return
-    small_gemm(x, weight, logits, epilogue="partials")
-    route(logits, routing, scale, bias=bias, table=table, token_ids=token_ids, arrived=arrived)
+    launch_route(logits, routing, scale, bias, table, token_ids, arrived)

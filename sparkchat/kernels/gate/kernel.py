@@ -19,7 +19,7 @@ _EXPERTS_LISTED, _CHOICES_LISTED = 8, 512
 
 
 @triton.jit
-def softplus(x):
+def _softplus(x):
     """log(1 + exp(x)): the larger of x and 0, and log1p of what is at most 1, as a series that is exact to rounding."""
     small = tl.exp(-tl.abs(x))
     s = small / (2.0 + small)
@@ -33,11 +33,11 @@ def _scores(at, inside, part_stride, BLOCK: tl.constexpr, PARTS: tl.constexpr):
     logits = tl.zeros((BLOCK,), tl.float32)
     for part in tl.static_range(PARTS):
         logits += tl.load(at + part * part_stride, mask=inside, other=0.0)
-    return tl.sqrt_rn(softplus(logits))
+    return tl.sqrt_rn(_softplus(logits))
 
 
 @triton.jit
-def ranked_of(score, bias, is_expert):
+def _ranked(score, bias, is_expert):
     """Integers in the order of score + bias; what is no number comes first, what is no expert last. The card finds the
     largest integer of a warp in one instruction."""
     key = tl.where(score == score, score + bias, float("inf"))
@@ -62,18 +62,14 @@ def _route(
         bias = tl.load(bias_ptr + expert, mask=is_expert, other=0.0)
     wait(PDL)
     logits_ptr += row.to(tl.int64) * logits_stride
-    # Of the chosen, one after the other: in the same order as where several rows share a program.
-    total = 0.0
     if HAS_TABLE:
         token = tl.load(tokens_ptr + row)
         token = tl.minimum(tl.maximum(token, 0), num_tokens - 1)
         name = tl.load(table_ptr + token * PER_ROW + place, mask=is_place, other=0).to(tl.int32)
         chosen = _scores(logits_ptr + name, is_place, part_stride, PLACES, PARTS)
-        for turn in tl.static_range(PER_ROW):
-            total += tl.sum(tl.where(place == turn, chosen, 0.0), axis=0)
     else:
         score = _scores(logits_ptr + expert, is_expert, part_stride, BLOCK, PARTS)
-        ranked = ranked_of(score, bias, is_expert)
+        ranked = _ranked(score, bias, is_expert)
         name = tl.zeros((PLACES,), tl.int32)
         bits = score.to(tl.int32, bitcast=True)
         found = tl.zeros((PLACES,), tl.int32)
@@ -82,12 +78,10 @@ def _route(
             best = tl.min(tl.where(ranked == tl.max(ranked, axis=0), expert, BLOCK), axis=0)
             ranked = tl.where(expert == best, -0x7FFFFFFF - 1, ranked)
             name = tl.where(place == turn, best, name)
-            one = tl.sum(tl.where(expert == best, bits, 0), axis=0)
-            found = tl.where(place == turn, one, found)
-            total += one.to(tl.float32, bitcast=True)
+            found = tl.where(place == turn, tl.sum(tl.where(expert == best, bits, 0), axis=0), found)
         chosen = found.to(tl.float32, bitcast=True)
     chosen = tl.where(is_place, chosen, 0.0)
-    weight = chosen / total * scale
+    weight = chosen / tl.sum(chosen, axis=0) * scale
     # Experts ascending.
     is_before = (name[:, None] < name[None, :]) | ((name[:, None] == name[None, :]) & (place[:, None] < place[None, :]))
     to = row * PER_ROW + tl.sum((is_before & is_place[:, None]).to(tl.int32), axis=0)
@@ -117,11 +111,11 @@ def _list_few(
     is_earlier = (name[:, None] == name[None, :]) & (choice[:, None] < choice[None, :])
     place = tl.sum(is_earlier.to(tl.int32), axis=0)
     tl.store(lists_ptr + name.to(tl.int64) * count + place, choice, mask=inside)
-    write_items(tl.histogram(name, BLOCK, mask=inside), counts_ptr, items_ptr, NUM_EXPERTS, TILE, BLOCK)
+    _write_items(tl.histogram(name, BLOCK, mask=inside), counts_ptr, items_ptr, NUM_EXPERTS, TILE, BLOCK)
 
 
 @triton.jit
-def write_items(total, counts_ptr, items_ptr, NUM_EXPERTS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr):
+def _write_items(total, counts_ptr, items_ptr, NUM_EXPERTS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr):
     expert = tl.arange(0, BLOCK)
     tl.store(counts_ptr + 1 + expert, total, mask=expert < NUM_EXPERTS)
     tiles = (total + TILE - 1) // TILE
@@ -154,7 +148,7 @@ def _list_choices(
         if program == 0:
             total += tl.histogram(tl.maximum(name, 0), BLOCK, mask=inside)
     if program == 0:
-        write_items(total, counts_ptr, items_ptr, NUM_EXPERTS, TILE, BLOCK)
+        _write_items(total, counts_ptr, items_ptr, NUM_EXPERTS, TILE, BLOCK)
 
 
 def launch_route(
@@ -166,14 +160,13 @@ def launch_route(
     token_ids: Tensor | None,
     arrived: Tensor | None = None,
     plan: GatePlan = PLAN,
-    makes_lists: bool = True,
 ) -> None:
-    """See ``route``. ``makes_lists``: or only weights and chosen, where nobody reads more."""
+    """See ``route``."""
     rows, per_row = routing.weights.shape
     experts = routing.lists.shape[0]
     check_flat(routing.weights, routing.chosen, routing.lists, bias, table, token_ids)
     block, tile, choices = power_of_two(experts), row_tile(rows), rows * per_row
-    is_one = makes_lists and plan.is_one and arrived is not None and choices <= FEW_CHOICES
+    is_one = plan.is_one and arrived is not None and choices <= FEW_CHOICES
     launch(
         _route, (rows,),
         logits, logits if bias is None else bias, logits if table is None else table,
@@ -184,7 +177,7 @@ def launch_route(
         HAS_TABLE=table is not None, TILE=tile, BLOCK=block, PLACES=power_of_two(per_row),
         CHOICES=power_of_two(choices) if is_one else 0, num_warps=plan.warps,
     )  # fmt: skip
-    if makes_lists and not is_one:
+    if not is_one:
         launch(
             _list_choices, (-(-experts // _EXPERTS_LISTED),),
             routing.chosen, routing.lists, routing.counts, routing.items, choices,

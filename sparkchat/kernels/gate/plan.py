@@ -19,5 +19,3 @@ PLAN = GatePlan()
 TRIED = (PLAN, GatePlan(2), GatePlan(4), GatePlan(1, False), GatePlan(4, False))
 FEW_CHOICES = 64
 """Of all rows: so many are listed by one program, each compared with each; of 96 two launches were faster."""
-IS_QUICK = False
-"""Whether few rows (``quick.MOST_ROWS``) take the launch that multiplies and chooses."""

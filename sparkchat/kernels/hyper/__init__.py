@@ -31,12 +31,13 @@ class StreamWeights:
     rms_eps: float
     eps: float
     """Added to what is read of a stream, and in the balancing of the combination."""
-    iterations: int = 0
-    """Of the balancing; 0 for a head, which only reads."""
+    iterations: int
+    """Of the balancing of a combination."""
 
     @property
     def is_head(self) -> bool:
-        return self.iterations == 0
+        """Whether it only reads."""
+        return self.fn.shape[0] == self.streams
 
 
 @dataclass(frozen=True)
@@ -59,14 +60,12 @@ class PartList:
 
 @dataclass(frozen=True)
 class HyperWorkspace:
-    """Sums of some columns of every row, and how many programs have been counted."""
+    """Sums of some columns of every row, and how many rounds there have been."""
 
     sums: Tensor
     """[N, programs * words] int64: a float32, and above it the number of the round that it was made in"""
-    arrived: Tensor
-    """[N] int32, counting on and on"""
     rounds: Tensor
-    """[N] int32, the same of launches that count no programs"""
+    """[N] int32"""
 
 
 def hyper_workspace(
@@ -76,7 +75,6 @@ def hyper_workspace(
     words = plan.of_width(hidden_size).programs * sum(words_of(streams))
     return HyperWorkspace(
         torch.zeros((max_rows, words), dtype=torch.int64, device=device),
-        torch.zeros(max_rows, dtype=torch.int32, device=device),
         torch.zeros(max_rows, dtype=torch.int32, device=device),
     )
 
@@ -95,15 +93,14 @@ def connect_streams(
     out: Tensor | None = None,
     taken: Tensor | None = None,
     tap: Tensor | None = None,
-    iterations: int = 0,
 ) -> None:
     """Merge the output of the sub-block before, and read the input of the next one.
 
     streams [N, S, d] before the sub-block; output [N, d], partial sums [P, N, d] that are added in order, or parts
     anywhere, or of this rank to be added to those of others; mix [N, S + S^2] float32 as the call before left it in
-    ``next_mix`` (which may be the same tensor), to be balanced ``iterations`` times where that call has not done so;
-    merged [N, S, d], not the streams themselves, receives the streams behind the sub-block. Without an output the
-    streams are read as they are. norm [d] float32.
+    ``next_mix`` (which may be the same tensor), numbers that become a mix when they are merged by; merged [N, S, d],
+    not the streams themselves, receives the streams behind the sub-block. Without an output the streams are read as
+    they are. norm [d] float32.
 
     Receive: out [N, d] what is read, normed; taken [N, d] the same before the norm; tap [N, d] (row stride free) the
     mean of the streams that are read. Raises ValueError for shapes that no kernel takes.
@@ -117,6 +114,5 @@ def connect_streams(
     from sparkchat.kernels.hyper.kernel import launch_connect_streams
 
     launch_connect_streams(
-        streams, weights, workspace, output, mix, merged, next_mix, norm, norm_eps, out, taken, tap,
-        iterations=iterations,
+        streams, weights, workspace, output, mix, merged, next_mix, norm, norm_eps, out, taken, tap
     )  # fmt: skip

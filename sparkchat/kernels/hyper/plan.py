@@ -1,41 +1,25 @@
-"""How the columns of the streams are shared out among programs, and how those meet.
+"""How the columns of the streams are shared out among programs.
 
-``programs`` and ``warps`` decide in what order a row's sums are added and follow from the width alone; the meeting is
-speed. What was measured: benchmarks/results/2026-11-30-v4-streams.md.
+Both numbers decide in what order a row's sums are added and follow from the width alone. What was measured:
+benchmarks/results/2026-11-30-v4-streams.md.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from enum import IntEnum
 
 LEAST_COLUMNS = 32
 MOST_STREAMS = 4
 """A thread has all numbers of a combination in registers."""
 
 
-class Meeting(IntEnum):
-    """How a program learns the sums of all others."""
-
-    LAUNCH = 0
-    """They were written by a launch before."""
-    COUNT = 1
-    """Programs count themselves, and wait for the count."""
-    WORDS = 2
-    """Every sum lies beside the number of its round in one word of 8 bytes, so that whoever reads it knows."""
-
-
 @dataclass(frozen=True)
 class ConnectPlan:
     """One way to connect streams."""
 
-    programs: int = 64
+    programs: int = 32
     """At most; a power of two."""
-    warps: int = 2
-    meeting: Meeting = Meeting.COUNT
-    """Where all programs fit on the card at once; two launches where not."""
-    is_quick: bool = False
-    """Whether few rows (``ranks.exchange.MOST_ROWS``) take the launch that adds over the ranks and balances late."""
+    warps: int = 4
 
     def of_width(self, hidden_size: int) -> ConnectPlan:
         """With as many programs as the width has pieces of some columns."""
@@ -46,21 +30,7 @@ class ConnectPlan:
 
 
 PLAN = ConnectPlan()
-QUICK = ((64, 2), (64, 4), (32, 4), (128, 2))
-"""Programs and warps of the quick launch that are worth timing."""
-TRIED = (
-    PLAN,
-    ConnectPlan(meeting=Meeting.WORDS),
-    *(ConnectPlan(programs, warps, is_quick=True) for programs, warps in QUICK),
-)
-REGISTERS = 256 * 32
-"""Of a warp, at most; a multiprocessor has 65536."""
-
-
-def rows_of_program(rows: int, plan: ConnectPlan, processors: int) -> int | None:
-    """Rows that each program takes so that all programs run at once on so many multiprocessors; None where too many."""
-    room = processors * (65536 // (REGISTERS * plan.warps)) // (plan.programs + 1)
-    return -(-rows // room) if room else None
+TRIED = (PLAN, ConnectPlan(64, 2), ConnectPlan(64, 4), ConnectPlan(16, 8), ConnectPlan(32, 2))
 
 
 def words_of(streams: int) -> tuple[int, int]:

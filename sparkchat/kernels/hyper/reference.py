@@ -30,7 +30,7 @@ def connect_streams_reference(
     size = weights.streams
     if output is not None:
         assert mix is not None and merged is not None
-        post, combination = mix.split([size, size * size], dim=-1)
+        post, combination = settled(mix, weights).split([size, size * size], dim=-1)
         brought = post.unsqueeze(-1) * _whole(output).unsqueeze(1)
         # Transposed: summed over the first index of the combination.
         kept = combination.unflatten(-1, (size, size)).transpose(1, 2)
@@ -44,7 +44,7 @@ def connect_streams_reference(
     read = (torch.sigmoid(numbers[:, :size]) + weights.eps).unsqueeze(-1)
     x = (read * streams.float()).sum(dim=1).to(streams.dtype)
     if not weights.is_head and next_mix is not None:
-        next_mix.copy_(settled(numbers[:, size:], weights, weights.iterations))
+        next_mix.copy_(numbers[:, size:])
     if taken is not None:
         taken.copy_(x)
     if out is not None:
@@ -57,10 +57,10 @@ def _whole(output: Tensor | PartList) -> Tensor:
     return sum_of_parts(output if isinstance(output, Tensor) else torch.stack(output.tensors))
 
 
-def settled(numbers: Tensor, weights: StreamWeights, iterations: int) -> Tensor:
+def settled(numbers: Tensor, weights: StreamWeights) -> Tensor:
     """numbers [N, S + S^2] of a connection -> the mix [N, S + S^2] that a sub-block's output is merged by."""
     size = weights.streams
-    combination = balanced(numbers[:, size:].unflatten(-1, (size, size)), weights.eps, iterations)
+    combination = balanced(numbers[:, size:].unflatten(-1, (size, size)), weights.eps, weights.iterations)
     return torch.cat([2.0 * torch.sigmoid(numbers[:, :size]), combination.flatten(1)], dim=1)
 
 

@@ -50,7 +50,7 @@ class FusedStack:
         """Of the attention and of the experts of every layer"""
         self._head = head.kernel_weights()
         width = self._head.fn.shape[1] // self._head.streams
-        self._exchanges = PLAN.is_quick and group.exchange(1, width) is not None
+        self._exchanges = group.exchange(1, width) is not None
         for layer in stack.layers:
             layer.attention.join_pools()
 
@@ -80,7 +80,6 @@ class FusedStack:
                 out=out,
                 taken=taken,
                 tap=means.get(tapped),
-                iterations=self._streams[0][0].iterations,
             )
             if output is not None:
                 streams, spare = spare, streams

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from sparkchat.errors import DamagedFile
-from sparkchat.kernels.gate import Routing, score_and_route
+from sparkchat.kernels.gate import Routing, route
+from sparkchat.kernels.gemm import gemm_splits, small_gemm
 from sparkchat.models.deepseek_v4.activation import sqrt_softplus
 from sparkchat.models.deepseek_v4.config import DeepseekV4Config
 from sparkchat.models.deepseek_v4.packed import StoredLinear, has_kernels
@@ -65,20 +66,15 @@ class Gate:
         return () if self._weight is None else (self._weight,)
 
     def route(self, x: Tensor, token_ids: Tensor) -> Routing:
-        """What ``__call__`` gives, with the lists where the experts' kernels read them. Asks nothing of the host."""
+        """What ``__call__`` gives, with the lists that the experts' kernels read. Asks nothing of the host."""
         weight = self._weight
         assert weight is not None
+        logits = torch.empty((gemm_splits(weight), x.shape[0], weight.shape[0]), device=x.device)
+        small_gemm(x, weight, logits, epilogue="partials")
         routing = Routing.empty(x.shape[0], self._count, weight.shape[0], x.device)
         ids = None if self._experts_of is None else token_ids
-        score_and_route(
-            x,
-            weight,
-            routing,
-            self._scale,
-            bias=self._bias,
-            table=self._experts_of,
-            token_ids=ids,
-            arrived=self._arrived,
+        route(
+            logits, routing, self._scale, bias=self._bias, table=self._experts_of, token_ids=ids, arrived=self._arrived
         )
         return routing
 

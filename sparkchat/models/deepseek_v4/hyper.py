@@ -95,13 +95,14 @@ class HyperHead:
     def __init__(self, scope: Scope, config: DeepseekV4Config) -> None:
         self._weights = _StreamWeights(scope, "hc_head", config)
         self._base, self._scale = scope.tensor("hc_head_base"), scope.tensor("hc_head_scale")
-        self._eps, self._rms_eps = config.hc_eps, config.rms_eps
+        self._eps, self._rms_eps, self._iterations = config.hc_eps, config.rms_eps, config.hc_sinkhorn_iters
 
     def kernel_weights(self) -> StreamWeights:
         """As those of a connection; a head only reads."""
         count = self._base.shape[0]
         scale = self._scale.expand(count).contiguous()
-        return StreamWeights(self._weights.weight, self._base, scale, count, self._rms_eps, self._eps)
+        numbers = (self._weights.weight, self._base, scale, count, self._rms_eps, self._eps)
+        return StreamWeights(*numbers, iterations=self._iterations)
 
     def __call__(self, streams: Tensor) -> Tensor:
         """streams [N, S, d] -> [N, d] in their dtype"""

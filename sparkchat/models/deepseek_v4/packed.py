@@ -15,11 +15,14 @@ from torch import Tensor
 
 from sparkchat.kernels.experts import weights as expert_weights
 from sparkchat.kernels.fp8 import TiledFp8, fp8_linear, takes
+from sparkchat.kernels.gemm import small_gemm
 from sparkchat.models.deepseek_v4.formats import ScaledWeight, Stored, decode_scales, dense
 from sparkchat.models.linear import Linear, PlainLinear, make_linear
 
 MOST_ROWS = 512
 """Rows that a kernel multiplies; of more, as in a long prompt, a weight is unpacked once for all of them."""
+FEW_ROWS = 64
+"""Rows of one tile: of more, a plain weight is read again for each tile, or multiplied by the library."""
 
 
 def has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
@@ -63,7 +66,10 @@ def multiply_into(linear: Linear, x: Tensor, out: Tensor) -> None:
     if isinstance(linear, TiledLinear) and x.shape[0] <= MOST_ROWS:
         fp8_linear(x, linear.weight, out)
     elif isinstance(linear, PlainLinear) and linear.bias is None and linear.weight.dtype == out.dtype:
-        torch.mm(x, linear.weight.T, out=out)
+        if has_kernels(x.device, x.dtype) and x.shape[0] <= FEW_ROWS:
+            small_gemm(x, linear.weight, out)
+        else:
+            torch.mm(x, linear.weight.T, out=out)
     else:
         out.copy_(linear(x))
 
