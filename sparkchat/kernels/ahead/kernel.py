@@ -1,4 +1,5 @@
-"""A launch of nothing but requests: every thread asks for one stretch of a weight."""
+"""A launch of nothing but requests, a little at a time: asked for all at once, a weight would lie before whatever the
+small kernels beside it wait for."""
 
 from __future__ import annotations
 
@@ -9,51 +10,49 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparkchat.kernels.launch import launch, prefetch, wait
+from sparkchat.kernels.launch import launch, wait
+from sparkchat.kernels.tiles.product import INTERPRETED, call_bytes
 
 _BYTE = torch.int8
-STRETCH = 2048
-"""Bytes that a thread asks for."""
+PROGRAMS, STRETCH, PAUSE = 16, 16384, 100
+"""Every program asks for so many bytes, then sleeps for about so many nanoseconds: 2.6 TB/s, half of what there is."""
+_SLEEP_ASM = tl.constexpr("{ nanosleep.u32 $1; mov.u32 $0, 0; }")
 
 
 @triton.jit
-def _ask(weight_ptr, size, first, BYTES: tl.constexpr):
-    # Threads whose stretch would go over the end ask for the last one again.
-    at = tl.minimum((first + tl.arange(0, 32)).to(tl.int64) * BYTES, size - BYTES)
-    prefetch(weight_ptr + tl.maximum(at, 0), BYTES)
+def _ask(weight_ptr, size, program, PROGRAMS: tl.constexpr, BYTES: tl.constexpr, PAUSE: tl.constexpr):
+    lane = tl.arange(0, 32)
+    for first in tl.range(program * BYTES, size, PROGRAMS * BYTES, num_stages=1):
+        at = tl.zeros_like(lane) + first
+        call_bytes(weight_ptr + at, tl.minimum(size - at, BYTES), lane)
+        if not INTERPRETED:
+            tl.inline_asm_elementwise(
+                _SLEEP_ASM, "=r,r", [lane * 0 + PAUSE], dtype=tl.int32, is_pure=False, pack=1
+            )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["size_a", "size_b", "size_c", "size_d", "to_a", "to_b", "to_c"])
+@triton.jit(do_not_specialize=["size_a", "size_b", "size_c", "size_d"])
 def _call_ahead(
-    a_ptr, b_ptr, c_ptr, d_ptr, size_a, size_b, size_c, size_d, to_a, to_b, to_c,
-    BYTES: tl.constexpr, PDL: tl.constexpr,
+    a_ptr, b_ptr, c_ptr, d_ptr, size_a, size_b, size_c, size_d,
+    PROGRAMS: tl.constexpr, BYTES: tl.constexpr, PAUSE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait(PDL)
     program = tl.program_id(0)
-    if program < to_a:
-        _ask(a_ptr, size_a, program * 32, BYTES)
-    elif program < to_b:
-        _ask(b_ptr, size_b, (program - to_a) * 32, BYTES)
-    elif program < to_c:
-        _ask(c_ptr, size_c, (program - to_b) * 32, BYTES)
-    else:
-        _ask(d_ptr, size_d, (program - to_c) * 32, BYTES)
+    _ask(a_ptr, size_a, program, PROGRAMS, BYTES, PAUSE)
+    _ask(b_ptr, size_b, program, PROGRAMS, BYTES, PAUSE)
+    _ask(c_ptr, size_c, program, PROGRAMS, BYTES, PAUSE)
+    _ask(d_ptr, size_d, program, PROGRAMS, BYTES, PAUSE)
 
 
 def launch_call_ahead(pieces: Sequence[tuple[Tensor, int]]) -> None:
-    """See ``Lane.call``; pieces shorter than a stretch are left out."""
+    """See ``Lane.call``."""
     from sparkchat.kernels.ahead import MOST_PIECES
 
-    kept = [(weight.view(-1).view(_BYTE), size) for weight, size in pieces if size >= STRETCH]
-    if not kept:
+    if not pieces:
         return
-    ends, end = [], 0
-    for _, size in kept:
-        end += -(-size // (32 * STRETCH))
-        ends.append(end)
-    kept += [kept[0]] * (MOST_PIECES - len(kept))
-    ends += [end] * (MOST_PIECES - len(ends))
+    kept = [(weight.view(-1).view(_BYTE), size) for weight, size in pieces]
+    kept += [(kept[0][0], 0)] * (MOST_PIECES - len(kept))
     launch(
-        _call_ahead, (end,), *(weight for weight, _ in kept), *(size for _, size in kept), *ends[:-1],
-        BYTES=STRETCH, num_warps=1,
+        _call_ahead, (PROGRAMS,), *(weight for weight, _ in kept), *(size for _, size in kept),
+        PROGRAMS=PROGRAMS, BYTES=STRETCH, PAUSE=PAUSE, num_warps=1,
     )  # fmt: skip
