@@ -7,7 +7,7 @@ Plans that win are written into sparkchat/kernels/{fp8,experts}/plan.py by hand;
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -18,7 +18,7 @@ from v4_attention import attention_block_cases
 
 from sparkchat.kernels.experts import COUNTERS, ExpertBuffers, TiledBank, TiledExperts
 from sparkchat.kernels.experts.kernel import launch_add_parts, launch_down, launch_gate_up
-from sparkchat.kernels.experts.plan import WHOLE_TRIED, ExpertPlan, WholePlan, down_plan, gate_up_plan
+from sparkchat.kernels.experts.plan import WHOLE_TRIED, ExpertPlan, down_plan, gate_up_plan
 from sparkchat.kernels.experts.plan import tried as tried_for_experts
 from sparkchat.kernels.experts.whole import launch_mix_experts
 from sparkchat.kernels.fp8 import TiledFp8
@@ -28,7 +28,7 @@ from sparkchat.kernels.fp8.kernel import launch_fp8_linear
 from sparkchat.kernels.fp8.plan import Fp8Plan, tried
 from sparkchat.kernels.gate import Routing
 from sparkchat.kernels.gate.kernel import launch_route
-from sparkchat.kernels.gate.plan import FEW_CHOICES, PLAN, GatePlan
+from sparkchat.kernels.gate.plan import PLAN, GatePlan
 from sparkchat.kernels.gate.plan import TRIED as GATE_PLANS
 from sparkchat.kernels.gemm import gemm_splits
 from sparkchat.kernels.gemm.kernel import launch_small_gemm
@@ -212,61 +212,22 @@ def expert_cases(make: Maker) -> Iterator[Case]:
 def whole_cases(make: Maker) -> Iterator[Case]:
     """Gate, up and down in two launches, and in one."""
     layer = Layer.make(make)
-    for rows in (6, 1, 24, 64):
+    for rows in (6, 3, 5, 8, 12):
         routings = layer.routings(make, rows)
         space, x = ExpertBuffers.empty(rows, PER_ROW, layer.weights, HALF), make.half(rows, D, scale=1.0)
         state = torch.zeros(COUNTERS, dtype=torch.int32, device=make.device)
         first, second = gate_up(layer, x, routings, space), down(layer, routings, space)
         two = both_launches(first(gate_up_plan(2 * WIDTH, D, rows)), second(down_plan(D, WIDTH, rows)))
         variants = {"two launches": two["used"]}
-        for plan in WHOLE_TRIED:
+        for name, plan in WHOLE_TRIED.items():
             fixed = (layer.weights, routings, space.inner, space.parts, state, plan)
-            variants[whole_name(plan)] = partial(_mix, x=x, fixed=fixed)
+            variants[f"{name} programs"] = partial(_mix, x=x, fixed=fixed)
         yield Case(f"experts, whole {rows} rows", sum(bytes_of(routings, make)), len(routings), variants)
-        if rows * PER_ROW <= FEW_CHOICES:
-            yield routed_case(make, layer, rows, len(routings))
-
-
-def routed_case(make: Maker, layer: Layer, rows: int, count: int) -> Case:
-    """The router and the experts behind it: lists made by the router, and found out by who needs them."""
-    parts = gemm_splits(layer.gate)
-    logits = [make.floats(parts, rows, EXPERTS) for _ in range(count)]
-    routing, x = Routing.empty(rows, PER_ROW, EXPERTS, make.device), make.half(rows, D, scale=1.0)
-    space, numbers = ExpertBuffers.empty(rows, PER_ROW, layer.weights, HALF), make.ints(*[0] * COUNTERS)
-    arrived = make.ints(0)
-
-    def run(i: int, plan: WholePlan | None) -> None:
-        has_lists = plan is None or plan.is_listed(rows * PER_ROW)
-        launch_route(logits[i], routing, 1.5, layer.bias, None, None, arrived, PLAN, has_lists)
-        if plan is None:
-            launch_gate_up(x, layer.weights, routing, space.inner, 10.0, False)
-            launch_down(space.inner, layer.weights, routing, space.parts, False)
-        else:
-            launch_mix_experts(
-                x, layer.weights, routing, space.inner, space.parts, numbers, 10.0, False, plan
-            )  # fmt: skip
-
-    chosen = []
-    for i in range(count if make.is_real else 0):
-        run(i, None)
-        chosen.append(replace(routing, chosen=routing.chosen.clone()))
-    tried = WHOLE_TRIED[0], replace(WHOLE_TRIED[0], most_choices=64)
-    plans = {"two launches": None} | {whole_name(p): p for p in tried}
-    variants = {name: partial(run, plan=plan) for name, plan in plans.items()}
-    return Case(f"route, experts {rows} rows", sum(bytes_of(chosen, make)), count, variants)
 
 
 def _mix(i: int, x: Tensor, fixed: tuple) -> None:
     weights, routings, inner, parts, state, plan = fixed
     launch_mix_experts(x, weights, routings[i], inner, parts, state, 10.0, False, plan)
-
-
-def whole_name(plan: WholePlan) -> str:
-    first, second = plan.gate_up, plan.down
-    cut = f"{first.split}x{first.pairs} {second.split}x{second.pairs} stages {first.stages}, {first.shared_stages}"
-    return (
-        f"{cut} programs {plan.programs}{', none ahead' * (not plan.is_ahead)}{', no lists' * (plan.most_choices > 0)}"
-    )
 
 
 def both_launches(first: Run, second: Run) -> dict[str, Run]:

@@ -282,8 +282,8 @@ def test_how_experts_are_cut_changes_no_bit_where_the_parts_are_the_same(layer) 
         assert torch.equal(again[0], inner) and torch.equal(again[1], parts)
 
 
-@pytest.mark.parametrize("number", [0, 1, 3, 5, 7, 9, 11, 12])
-def test_experts_in_one_launch(number: int, layer) -> None:  # type: ignore[no-untyped-def]
+@pytest.mark.parametrize("name", ["8", "9"])
+def test_experts_in_one_launch(name: str, layer) -> None:  # type: ignore[no-untyped-def]
     from dataclasses import replace
 
     from sparkchat.kernels.experts import COUNTERS
@@ -292,11 +292,11 @@ def test_experts_in_one_launch(number: int, layer) -> None:  # type: ignore[no-u
     from sparkchat.kernels.experts.reference import run_experts_reference
     from sparkchat.kernels.experts.whole import launch_mix_experts
 
-    plan, state = WHOLE_TRIED[number], torch.zeros(COUNTERS, dtype=torch.int32, device=CUDA)
+    plan, state = WHOLE_TRIED[name], torch.zeros(COUNTERS, dtype=torch.int32, device=CUDA)
     x, logits = normal(64, D), torch.randn(64, EXPERTS, device=CUDA) * 2
     logits[40:, 9] += 50  # more rows of one expert than a tile has
     together = None
-    for rows, is_rounded in ((64, False), (24, False), (6, False), (1, False), *(((6, True),) * (number == 0))):
+    for rows, is_rounded in ((64, False), (24, False), (6, False), (1, False), *(((6, True),) * (name == "8"))):
         parts, inner, routing = mixed(x[:rows].clone(), layer, logits[:rows].clone(), is_rounded)
         given, want, got = x[:rows].clone(), [torch.full_like(t, float("nan")) for t in (inner, parts)], None
         first, second = (
@@ -332,7 +332,7 @@ def test_experts_in_one_launch_in_a_graph_whose_routing_changes(layer) -> None: 
 
     def mix() -> None:
         route(logits, routing, 1.5, bias=bias)
-        launch_mix_experts(x, layer, routing, space.inner, space.parts, state, LIMIT, False, WHOLE_TRIED[0])
+        launch_mix_experts(x, layer, routing, space.inner, space.parts, state, LIMIT, False, WHOLE_TRIED["9"])
 
     with overlap():
         mix()

@@ -13,8 +13,6 @@ KERNELS = {
     "_add_parts", "_call_ahead", "_down", "_fp8_linear", "_gate_up", "_joint_product", "_mix_experts", "_publish",
     "_publish_sum", "_route",
 }  # fmt: skip
-ALLOWED = {"_route": 8, "_mix_experts": 300}
-"""Bytes of a thread that may lie in memory: of units of experts what is read once a unit, not in their loops."""
 AHEAD = Path(__file__).parent / "ahead_v4_products.py"
 
 
@@ -28,4 +26,4 @@ def test_they_compile_and_keep_their_numbers_in_registers(tmp_path: Path) -> Non
     lines = done.stdout.splitlines()
     assert {line.split()[0] for line in lines} == KERNELS
     for line in lines:
-        assert int(line.split(" stack ")[1].split()[0]) <= ALLOWED.get(line.split()[0], 0), line
+        assert int(line.split(" stack ")[1].split()[0]) <= (8 if line.startswith("_route") else 0), line

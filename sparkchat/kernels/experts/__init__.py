@@ -16,7 +16,7 @@ from sparkchat.kernels.experts.reference import add_parts_reference, run_experts
 from sparkchat.kernels.experts.weights import TiledBank, TiledExperts
 from sparkchat.kernels.gate.routing import Routing
 
-__all__ = ["COUNTERS", "ExpertBuffers", "TiledBank", "TiledExperts", "add_parts", "reads_lists", "run_experts"]
+__all__ = ["COUNTERS", "ExpertBuffers", "TiledBank", "TiledExperts", "add_parts", "run_experts"]
 
 COUNTERS = 1024
 """Numbers that programs of one launch meet at: enough for all items of as many rows as take one."""
@@ -77,12 +77,6 @@ def run_experts(
 
     launch_gate_up(x, weights, routing, buffers.inner, limit, is_rounded)
     launch_down(buffers.inner, weights, routing, buffers.parts, is_rounded)
-
-
-def reads_lists(rows: int, per_row: int) -> bool:
-    """Whether ``run_experts`` with ``state`` reads a routing's lists, counts and items, or chosen and weights alone."""
-    whole = whole_plan(rows)
-    return whole is None or whole.is_listed(rows * per_row)
 
 
 def add_parts(parts: Tensor, out: Tensor) -> None:

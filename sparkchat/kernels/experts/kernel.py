@@ -16,7 +16,15 @@ import triton.language as tl
 from torch import Tensor
 
 from sparkchat.kernels.experts.plan import ExpertPlan, down_plan, gate_up_plan, most_items, row_tile
-from sparkchat.kernels.experts.units import down_values, gate_up_values, store_inner, store_parts, word_of
+from sparkchat.kernels.experts.units import (
+    routed_down,
+    routed_gate_up,
+    shared_down,
+    shared_gate_up,
+    store_inner,
+    store_parts,
+    word_of,
+)
 from sparkchat.kernels.experts.weights import TiledExperts
 from sparkchat.kernels.gate.routing import Routing
 from sparkchat.kernels.launch import launch, power_of_two, wait
@@ -44,11 +52,16 @@ def _gate_up(
     word = word_of(item, items_ptr, shared_items, most_items)
     if item >= shared_items + tl.load(counts_ptr):
         return
-    value, to, is_out = gate_up_values(
-        tile, item, word, x_ptr, codes_ptr, scales_ptr, shared_codes, shared_scales, counts_ptr, lists_ptr, weights_ptr,
-        0, num_rows, list_size, shared_items, x_stride, limit,
-        PER_ROW, TILES, STEPS, ROWS, PAIRS, SPLIT, STAGES, SHARED_STAGES, LATE, ROUND, 0,
-    )  # fmt: skip
+    if item < shared_items:
+        value, to, is_out = shared_gate_up(
+            tile, item, x_ptr, shared_codes, shared_scales, num_rows, x_stride, limit,
+            PER_ROW, STEPS, ROWS, PAIRS, SPLIT, SHARED_STAGES, ROUND,
+        )  # fmt: skip
+    else:
+        value, to, is_out = routed_gate_up(
+            tile, word, x_ptr, codes_ptr, scales_ptr, counts_ptr, lists_ptr, weights_ptr, list_size, x_stride, limit,
+            PER_ROW, TILES, STEPS, ROWS, PAIRS, SPLIT, STAGES, LATE, ROUND,
+        )  # fmt: skip
     store_inner(value, to, is_out, tile, inner_ptr, TILES, PAIRS)
 
 
@@ -69,11 +82,16 @@ def _down(
         if item < shared_items:
             call_ahead(shared_codes + tile.to(tl.int64) * (STEPS * 4096), PAIRS * STEPS, WARPS)
     wait(PDL)
-    one, two, to, is_out = down_values(
-        tile, item, word, inner_ptr, codes_ptr, scales_ptr, shared_codes, shared_scales, counts_ptr, lists_ptr,
-        0, num_rows, list_size, shared_items,
-        PER_ROW, TILES, STEPS, ROWS, PAIRS, SPLIT, STAGES, SHARED_STAGES, LATE, ROUND, 0,
-    )  # fmt: skip
+    if item < shared_items:
+        one, two, to, is_out = shared_down(
+            tile, item, inner_ptr, shared_codes, shared_scales, num_rows,
+            PER_ROW, STEPS, ROWS, PAIRS, SPLIT, SHARED_STAGES, ROUND,
+        )  # fmt: skip
+    else:
+        one, two, to, is_out = routed_down(
+            tile, word, inner_ptr, codes_ptr, scales_ptr, counts_ptr, lists_ptr, num_rows, list_size,
+            PER_ROW, TILES, STEPS, ROWS, PAIRS, SPLIT, STAGES, LATE, ROUND,
+        )  # fmt: skip
     store_parts(one, two, to, is_out, tile, parts_ptr, TILES, PAIRS)
 
 

@@ -6,6 +6,7 @@ speed and may follow from the number of rows.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 
 from sparkchat.kernels.tiles.packing import OUTS, STEP
@@ -44,15 +45,6 @@ class WholePlan:
     down: ExpertPlan
     programs: int
     """Of a multiprocessor: as many as fit, as programs go on until nothing is left."""
-    is_ahead: bool = True
-    """Whether codes of down are called into L2 by who has to wait for gate and up."""
-
-    most_choices: int = 0
-    """Up to how many choices of all rows programs find out by themselves who goes where, so that no list is read."""
-
-    def is_listed(self, choices: int) -> bool:
-        """Whether a launch reads the lists of so many choices."""
-        return choices > self.most_choices
 
     @property
     def registers(self) -> int:
@@ -85,30 +77,23 @@ benchmarks/results/2026-11-30-v4-experts.md"""
 
 def whole_plan(rows: int) -> WholePlan | None:
     """The plan of one launch for so many rows of the batch; None where two are made."""
-    return WHOLE if rows <= MOST_IN_WHOLE else None
+    return WHOLE if IN_WHOLE[0] <= rows <= IN_WHOLE[1] else None
 
 
-WHOLE: WholePlan | None = None
-MOST_IN_WHOLE = 64
-"""Rows of a batch up to which one launch is made."""
+def _whole(stages: int, shared_stages: int, programs: int) -> WholePlan:
+    first, second = GATE_UP[1][1], replace(DOWN[1][1], pairs=2, warps=2)
+    both = (replace(plan, stages=stages, shared_stages=shared_stages) for plan in (first, second))
+    return WholePlan(*both, programs)
 
 
-def _whole(first: tuple[int, int], second: tuple[int, int], stages: int, shared: int, programs: int) -> WholePlan:
-    warps = first[0] * first[1]
-    return WholePlan(*(ExpertPlan(*cut, warps, stages, shared) for cut in (first, second)), programs)
-
-
-_LEAST = _whole((2, 1), (1, 2), 3, 2, 12)
-WHOLE_TRIED = (
-    _LEAST, replace(_LEAST, is_ahead=False), replace(_LEAST, programs=10),
-    _whole((2, 1), (1, 2), 4, 3, 8), _whole((2, 1), (1, 2), 5, 3, 6),
-    _whole((2, 2), (1, 4), 3, 2, 6), _whole((2, 2), (1, 4), 4, 3, 5),
-    _whole((4, 1), (1, 4), 3, 2, 6), _whole((4, 1), (1, 4), 4, 3, 4), _whole((4, 1), (2, 2), 3, 2, 6),
-    _whole((8, 1), (2, 4), 3, 2, 3), replace(_LEAST, most_choices=64),
-    _whole((2, 1), (1, 2), 6, 4, 5), _whole((4, 1), (2, 2), 4, 3, 4), _whole((4, 1), (1, 4), 5, 4, 3),
-    _whole((2, 2), (1, 4), 5, 4, 3),
-)  # fmt: skip
-"""Split and pairs of gate and up, and of down; stages; stages of the shared expert; programs of a multiprocessor."""
+WHOLE_TRIED = {str(cut[2]): _whole(*cut) for cut in ((4, 3, 8), (3, 3, 9))}
+"""By programs of a multiprocessor. With one buffer for the shared expert's codes its units, a turn of their loop after the
+other, take as long as all others together."""
+WHOLE = WHOLE_TRIED.get(os.environ.get("SPARKCHAT_EXPERTS", "8"))
+"""``SPARKCHAT_EXPERTS``: 9 takes the other one tried, ``apart`` two launches; to measure with."""
+IN_WHOLE = 5, 8
+"""Rows of a batch that take one launch: of fewer what the shared expert's units take one after the other is the time of
+the launch, of more two launches have more warps at work. benchmarks/results/2026-11-30-v4-experts.md"""
 
 
 def _of_rows(plans: tuple[tuple[int | None, ExpertPlan], ...], rows: int) -> ExpertPlan:
