@@ -403,11 +403,17 @@ def main() -> None:
         for case in GROUPS[name](Maker(torch.device("cuda"))):
             measure(case, bandwidth, report)
             torch.cuda.empty_cache()
+            # Again after every case: a run that is cut leaves what it had.
+            write(options.out, report)
     if not options.no_steps:
         time_steps(report, bandwidth)
     print(f"{time.perf_counter() - begin:.0f} s in all")
-    if options.out:
-        options.out.write_text(json.dumps(report, indent=1) + "\n")
+    write(options.out, report)
+
+
+def write(out: Path | None, report: dict[str, Any]) -> None:
+    if out is not None:
+        out.write_text(json.dumps(report, indent=1) + "\n")
 
 
 def measure(case: Case, bandwidth: float, report: dict[str, Any]) -> None:
