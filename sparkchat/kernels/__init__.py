@@ -89,7 +89,8 @@ side (models/weights.py). "half" is bf16 or fp16; fp32 works everywhere and is e
         weights of two formats that read the same rows, in one launch.
 
     from sparkchat.kernels.ranks import Meeting, publish, publish_sum
-        messages between ranks, laid where all of them read, that end with a meeting; ranks/rows.py: rows of tables.
+        messages between ranks, laid where all of them read, that end with a meeting; ranks/rows.py: rows of tables;
+        ranks/exchange.py: rows that ranks push to each other and add within the kernel that reads them.
 
     from sparkchat.kernels.ahead import Lane
         weights called into L2 on a stream beside the one that computes.
@@ -108,9 +109,10 @@ side (models/weights.py). "half" is bf16 or fp16; fp32 works everywhere and is e
 
     from sparkchat.kernels.hyper import HyperWorkspace, PartList, StreamWeights, connect_streams, hyper_workspace
     connect_streams(streams, weights, workspace, *, output, mix, merged, next_mix, norm, norm_eps, out, taken, tap)
-        merges a sub-block's output (whole, partial sums [P, N, d], or a PartList of addresses: other ranks' parts)
-        into the residual streams [N, S, d], and reads, balances and norms for the next one. One launch up to 32 rows,
-        whose programs wait for each other, two beyond: the same bits.
+        merges a sub-block's output (whole, partial sums [P, N, d], a PartList of addresses: other ranks' parts, or
+        ``Sent`` of ranks.exchange: this rank's, added to the others' on the way) into the residual streams [N, S, d],
+        and reads and norms for the next one. One launch up to 24 rows, whose programs wait for each other, two beyond:
+        the same bits.
 
     from sparkchat.kernels.row_places import RowPlaces, place_rows
     place_rows(token_ids, positions, cache_rows, ends, starts, *, window, is_block, repeats_last)
