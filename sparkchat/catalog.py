@@ -112,7 +112,7 @@ def chosen_profile(name: str, paths: Paths) -> Profile:
     """What ``--profile`` names: a profile, or a TOML file. Raises UsageError with the nearest known name."""
     if name.endswith(".toml") or "/" in name:
         file = Path(name).expanduser()
-        return merge_profiles((read_profile(file, "user"),))
+        return merge_profiles((read_profile(file, "user", may_be_pipe=True),))
     found = load_profile(name, paths)
     if found is None:
         near = nearest(name, profile_files(paths))
@@ -149,6 +149,7 @@ def parse_hub_name(text: str) -> HubSource:
 
 def checked_model_path(path: Path, asked: str) -> Path:
     """A folder with a config.json, or a GGUF file; anything else raises with the reason."""
+    check_regular(path, asked)
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise ModelNotFound(
@@ -162,6 +163,18 @@ def checked_model_path(path: Path, asked: str) -> Path:
             f"{asked} is not a GGUF file (it does not begin with GGUF); give a model folder or a .gguf file"
         )
     return path
+
+
+def check_regular(path: Path, asked: str) -> None:
+    """Raise DamagedFile for a pipe, socket or device as a file or inside a folder: reading it may never end."""
+    try:
+        found = [path, *(sorted(path.iterdir()) if path.is_dir() else ())]
+    except OSError as error:
+        raise DamagedFile(f"{asked} cannot be read: {error.strerror}") from None
+    for file in found:
+        if file.exists() and not (file.is_file() or file.is_dir()):
+            where = asked if file is path else f"{file.name} in {asked}"
+            raise DamagedFile(f"{where} is a pipe, socket or device; put a regular file in its place")
 
 
 def find_drafter(choice: str | None, model: ModelRef, paths: Paths) -> DrafterRef:
@@ -242,6 +255,7 @@ def _profile_drafter(profile: Profile, paths: Paths) -> DrafterRef:
 def _drafter_folder(path: Path, asked: str) -> Path:
     if not path.exists():
         raise ModelNotFound(f"there is no drafter folder {asked}; check the path, or give --drafter none")
+    check_regular(path, asked)
     if not (path / "config.json").is_file():
         raise ModelNotFound(
             f"{asked} holds no config.json, so it is no drafter folder; give --drafter none to do without"

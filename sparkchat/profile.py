@@ -7,6 +7,7 @@ key by key and every value can say which file it came from. An unknown key is an
 from __future__ import annotations
 
 import re
+import stat
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from typing import Any, Literal
 
 from sparkchat.deepseek_prompt import RELEASES
 from sparkchat.errors import UsageError
-from sparkchat.finite import is_number
+from sparkchat.finite import is_number, short
 from sparkchat.options import RUN, SAMPLING, check, unknown
 from sparkchat.params import Correction, CostTable, SamplingParams
 from sparkchat.sampling_kind import KINDS
@@ -27,6 +28,7 @@ CALIBRATION = "speculation.calibration."
 """Before the kind of sampling, in the keys of corrections."""
 _BY_NAME = ("cost_table", "calibration")
 """Keys that hold a table for each name below them."""
+_MOST_BYTES = 16 << 20
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _LOCATIONS = ("path", "packaged", "sources")
 """Ways to say where a model or a drafter is; a layer that gives one drops those of the layers below."""
@@ -115,17 +117,34 @@ class Profile:
         return tuple(key.removeprefix(prefix) for key in self.settings if key.startswith(prefix))
 
 
-def read_profile(file: Path, origin: Origin) -> ProfileFile:
-    """Read and check one profile. Raises UsageError naming the file, the key and the nearest known key."""
+def read_profile(file: Path, origin: Origin, *, may_be_pipe: bool = False) -> ProfileFile:
+    """Read and check one profile. Raises UsageError naming the file, the key and the nearest known key.
+
+    ``may_be_pipe``: where the user named this very file, the shell's ``<(...)`` among them. What merely lies in the
+    profiles folder is never waited for.
+    """
     try:
-        data = tomllib.loads(file.read_text(encoding="utf-8-sig"))
-    except tomllib.TOMLDecodeError as error:
-        raise UsageError(f"profile {file} is not valid TOML: {error}") from None
+        data = tomllib.loads(_read(file, may_be_pipe).decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise UsageError(f"profile {file} is not UTF-8 text (byte {error.start}); save it as UTF-8") from None
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, or brackets in brackets
+        raise UsageError(f"profile {file} is not valid TOML: {error}") from None
     except OSError as error:
         raise UsageError(f"profile {file} cannot be read: {error.strerror}") from None
     return ProfileFile(file.stem, file, origin, _checked(data, file))
+
+
+def _read(file: Path, may_be_pipe: bool) -> bytes:
+    kind = file.stat().st_mode
+    if not (stat.S_ISREG(kind) or stat.S_ISDIR(kind) or (may_be_pipe and stat.S_ISFIFO(kind))):
+        raise UsageError(f"profile {file} is a pipe, socket or device; put a regular file in its place")
+    with file.open("rb") as stream:
+        data = stream.read(_MOST_BYTES + 1)
+    if len(data) > _MOST_BYTES:
+        raise UsageError(
+            f"profile {file} is larger than {_MOST_BYTES >> 20} MiB, so it is no profile; give another file"
+        )
+    return data
 
 
 def merge_profiles(files: tuple[ProfileFile, ...]) -> Profile:
@@ -221,19 +240,16 @@ def _kind(value: Any, where: str, file: Path) -> str:
 def _memory(value: Any, where: str, _: Path) -> dict[int, float]:
     """Gigabytes on one device, or a table from a number of devices to gigabytes on each."""
     table = value if isinstance(value, dict) else {"1": value}
-    good = all(
-        str(count).isdigit() and isinstance(gb, (int, float)) and not isinstance(gb, bool) and gb > 0
-        for count, gb in table.items()
-    )
+    good = all(str(count).isdecimal() and _positive(gb) for count, gb in table.items())
     if not good:
-        raise UsageError(f"{where} is {value!r}; give gigabytes, or a table such as {{ 1 = 24, 2 = 14 }}")
+        raise UsageError(f"{where} is {short(value)}; give gigabytes, or a table such as {{ 1 = 24, 2 = 14 }}")
     return {int(count): float(gb) for count, gb in table.items()}
 
 
 def _temperatures(value: Any, where: str, _: Path) -> tuple[float, ...]:
     good = isinstance(value, list) and value and all(_positive(item) for item in value)
     if not good:
-        raise UsageError(f"{where} is {value!r}; give a list of numbers above 0, one per draft position")
+        raise UsageError(f"{where} is {short(value)}; give a list of numbers above 0, one per draft position")
     return tuple(float(item) for item in value)
 
 
