@@ -101,7 +101,7 @@ side (models/weights.py). "half" is bf16 or fp16; fp32 works everywhere and is e
         Routing.empty(N, k, E, device): weights and chosen [N, k], experts ascending, and the lists by expert.
 
     from sparkchat.kernels.experts import ExpertBuffers, TiledExperts, add_parts, run_experts
-    run_experts(x, weights, routing, buffers, *, limit, is_rounded=False)
+    run_experts(x, weights, routing, buffers, *, limit, is_rounded=False, state=None)
         x [N, d] half, any N; an expert is read once for each 8 (N <= 8) or 16 of its rows. Fills buffers.parts
         [k+1, N, d] fp32: partial sums of the mixture, the shared expert's last. add_parts(parts, out) adds them.
 

@@ -87,8 +87,10 @@ def _whole(stages: int, shared_stages: int, programs: int) -> WholePlan:
 
 
 WHOLE_TRIED = {str(cut[2]): _whole(*cut) for cut in ((4, 3, 8), (3, 3, 9))}
-"""By programs of a multiprocessor. With one buffer for the shared expert's codes, which are twice as long, its units take
-as long as all others together."""
+"""By programs of a multiprocessor.
+
+With one buffer for the shared expert's codes, which are twice as long, its units take as long as all others together.
+"""
 WHOLE = WHOLE_TRIED.get(os.environ.get("SPARKCHAT_EXPERTS", "8"))
 """``SPARKCHAT_EXPERTS``: 9 takes the other one tried, ``apart`` two launches; to measure with."""
 IN_WHOLE = 5, 8
