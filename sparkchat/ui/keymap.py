@@ -12,15 +12,15 @@ from sparkchat.options import unknown
 def load_keymap(path: Path, known: Iterable[str]) -> tuple[dict[str, str], list[str]]:
     """(action id -> keys, sentences about what could not be used). A missing file is an empty keymap."""
     try:
-        data = tomllib.loads(path.read_text("utf-8"))
+        pairs = list(_flat(tomllib.loads(path.read_text("utf-8-sig"))))
     except FileNotFoundError:
         return {}, []
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         return {}, [f"{path} is not used: {error}"]
     names = sorted(known)
     keymap: dict[str, str] = {}
     problems: list[str] = []
-    for name, keys in _flat(data):
+    for name, keys in pairs:
         if name not in names:
             problems.append(f"{path}: {unknown('action', name, names)}")
         elif not isinstance(keys, str) or not keys.strip():

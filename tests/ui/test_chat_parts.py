@@ -14,6 +14,7 @@ from sparkchat.ui.commands import COMMANDS, completions
 from sparkchat.ui.conversation import Conversation
 from sparkchat.ui.graphemes import next_boundary, previous_boundary
 from sparkchat.ui.history import History
+from sparkchat.ui.keymap import load_keymap
 from sparkchat.ui.prompt_text import decoded, encoded, shown_line
 from sparkchat.ui.safe_text import text_width
 from ui.chat import make_config
@@ -76,6 +77,14 @@ def test_osc52_carries_the_bytes_and_is_wrapped_for_tmux() -> None:
 
 def test_code_blocks_are_found_also_when_cut() -> None:
     assert code_blocks("a\n```py\nx\n\ny\n```\n~~~~\n```\n~~~~\n```\ncut") == ["x\n\ny", "```", "cut"]
+
+
+@pytest.mark.parametrize("text", ["x = " + "[" * 100_000, ".".join("a" * 50_000) + " = 'f7'", f"x = {'1' * 5000}", "="])
+def test_a_keymap_that_cannot_be_read_is_left_out_in_one_sentence(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "keymap.toml"
+    path.write_text(text)
+    keymap, said = load_keymap(path, ["mode.cycle"])
+    assert keymap == {} and len(said) == 1 and said[0].startswith(f"{path} is not used: ")
 
 
 def test_commands_complete_and_are_described() -> None:
