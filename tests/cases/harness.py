@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fixtures.commands import run_forked
+
 if TYPE_CHECKING:
     from sparkchat.engine.engine import Engine
     from sparkchat.params import CostTable, GenerateRequest
@@ -146,20 +148,23 @@ class Finished:
         return [parse_strict(line) for line in self.out.splitlines()]
 
 
-def sparkchat(*args: str | Path, stdin: str = "", timeout: float = 120) -> Finished:
-    """Run ``python -m sparkchat ARGS`` to its end."""
-    command = [sys.executable, "-m", "sparkchat", *map(str, args)]
+def sparkchat(*args: str | Path, stdin: str | bytes = "", timeout: float = 120, afresh: bool = False) -> Finished:
+    """Run ``python -m sparkchat ARGS`` to its end: in a process that is forked with all imported, or ``afresh``."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, input=stdin.encode(), capture_output=True, timeout=timeout, env=environment, check=False
-    )
+    given = stdin.encode() if isinstance(stdin, str) else stdin
+    words = [str(arg) for arg in args]
+    if not afresh:
+        code, out, err = run_forked(words, given, environment, timeout)
+        return Finished(code, out.decode(), err.decode())
+    command = [sys.executable, "-m", "sparkchat", *words]
+    done = subprocess.run(command, input=given, capture_output=True, timeout=timeout, env=environment, check=False)
     return Finished(done.returncode, done.stdout.decode(), done.stderr.decode())
 
 
-def batch(model: str | Path, lines: Iterable[Record | str], *args: str | Path) -> Finished:
+def batch(model: str | Path, lines: Iterable[Record | str], *args: str | Path, afresh: bool = False) -> Finished:
     """Run ``sparkchat batch`` over these lines; a line that is a string is sent as it is."""
     text = "".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines)
-    return sparkchat("batch", model, *args, stdin=text)
+    return sparkchat("batch", model, *args, stdin=text, afresh=afresh)
 
 
 def parse_strict(text: str) -> Any:

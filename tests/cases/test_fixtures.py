@@ -27,7 +27,7 @@ def logits_of(folder: Path, ids: torch.Tensor) -> torch.Tensor:
 def test_bigram_logits_equal_the_table(tmp_path: Path, dtype: torch.dtype) -> None:
     table = bigram.single_row((0.2, 0.5, 0.3))
     folder = bigram.write_bigram(tmp_path / "t", table, dtype=dtype)
-    expected = table.full().to(dtype).float()[PROMPT[0]]
+    expected = ((table.full() / bigram.LENGTH).to(dtype) * bigram.LENGTH).float()[PROMPT[0]]
     torch.testing.assert_close(logits_of(folder, PROMPT)[0], expected, rtol=1e-5, atol=1e-5)
     law = logits_of(folder, PROMPT)[0, -1].double().softmax(-1)[300:303]
     assert law.tolist() == pytest.approx([0.2, 0.5, 0.3], abs=1e-6 if dtype == torch.float32 else 2e-3)

@@ -9,6 +9,7 @@ import pytest
 
 from cases.harness import Runner, chi_square_p, open_runner, to_request
 from engine.conftest import P
+from fixtures.bigram import VOCAB
 from sparkchat.engine import shortlist
 from sparkchat.errors import UsageError
 
@@ -47,7 +48,7 @@ def test_an_adaptive_draft_temperature_changes_drafts_and_not_the_law(
 ) -> None:
     """Drafting from shortlists (512) and from the whole vocabulary."""
     monkeypatch.setattr(shortlist, "SMALLEST_VOCABULARY", smallest)
-    monkeypatch.setattr(shortlist, "SIZE", 1023)
+    monkeypatch.setattr(shortlist, "SIZE", VOCAB - 1)
     opened = open_runner(*three_tokens, concurrency=64)
     assert shortlist.suits(opened.engine.pair) == (smallest == 512)
     temperature = 0.6

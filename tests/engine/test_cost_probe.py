@@ -84,6 +84,16 @@ def test_the_slowest_machine_times_the_bounds_once(tiny: Runner, monkeypatch: py
     assert table.plain_ms == pytest.approx(30_000)
 
 
+def test_sliding_windows_are_measured_behind_a_long_context(
+    mix_folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rings hold what was written: nothing of the context can be left out."""
+    SlowMachine(monkeypatch, 0.01, 0.001, context=1e-5)
+    opened = open_runner(mix_folders["window"], mix_folders["half"], context=600)
+    table = measure(opened.engine.pair, [1], BLOCK)
+    assert table.context is not None and table.context.ms_per_token == pytest.approx(0.01)
+
+
 def test_a_tuned_table_knows_what_context_adds(tiny: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
     machine = SlowMachine(monkeypatch, 0.01, 0.001, context=1e-5, context_row=1e-6)
     table = measure(tiny.engine.pair, [1, 2], BLOCK, 60.0, 5)
