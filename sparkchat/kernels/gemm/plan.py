@@ -71,5 +71,9 @@ def plan(n: int, k: int, element_size: int, epilogue: str, rows: int = 16, overl
         return Plan(64, block_k, splits, part_k, 5)
     # Deep pipelines cost more to fill than they hide, but for the short grids of two parts; where two programs have
     # to share a multiprocessor, both must fit.
+    is_small = element_size == 2 and -(-n // 64) * splits <= MULTIPROCESSORS // 4 and part_k <= 4 * block_k
+    if is_small:
+        # Few programs of a few steps each, as a router's: all loads at once (2026-11-30-v4-streams.md).
+        return Plan(64, block_k, splits, part_k, 5)
     is_short = splits == 2 and element_size == 2 and (rows <= 32 or 2 * -(-n // 64) <= MULTIPROCESSORS)
     return Plan(64, block_k, splits, part_k, 4 if is_short else 3)
