@@ -38,6 +38,33 @@ def propose(pair: LoadedPair, states: Sequence[RequestState], lens: Sequence[int
     if not drafting:
         return None
     assert pair.drafter is not None and pair.draft_cache is not None
+    row_starts, hidden, base = _block_of_one(pair, states, lens, drafting) or _blocks(pair, states, lens, drafting)
+    draw = _draw_from_shortlist if shortlist.suits(pair) else _draw_block
+    draft = draw(pair, states, lens, drafting, row_starts, hidden, base)
+    return draft if pair.simulated is None else simulate(pair.simulated, draft, states)
+
+
+def _block_of_one(
+    pair: LoadedPair, states: Sequence[RequestState], lens: Sequence[int], drafting: list[int]
+) -> tuple[tuple[int, ...], Tensor, Tensor] | None:
+    """As ``_blocks``, by a job that is kept; None where that cannot be done."""
+    kept = getattr(pair.drafter, "kept_blocks", None)
+    if kept is None or len(drafting) != 1:
+        return None
+    (r,) = drafting
+    context = states[r].slot.draft
+    if not 0 < context.num_pending <= kept.most_pending:
+        return None
+    pending, context.pending = context.pending, []
+    context.length, context.num_pending = context.length + context.num_pending, 0
+    return (0, lens[r]), *kept.draft(pending, states[r].anchor, lens[r], context.row, pair.draft_cache)
+
+
+def _blocks(
+    pair: LoadedPair, states: Sequence[RequestState], lens: Sequence[int], drafting: list[int]
+) -> tuple[tuple[int, ...], Tensor, Tensor]:
+    """First row of each drafting request and the end, hidden [N, d] and base logits [N, Vd] of all their blocks."""
+    assert pair.drafter is not None and pair.draft_cache is not None
     contexts = [states[r].slot.draft for r in drafting]
     mask = pair.drafter.config.mask_token_id
     batch = pack_rows(
@@ -52,9 +79,7 @@ def propose(pair: LoadedPair, states: Sequence[RequestState], lens: Sequence[int
         flush_contexts(pair.drafter, pair.draft_cache, contexts)
         hidden = pair.drafter.backbone(batch, pair.draft_cache)
         base = pair.drafter.base_logits(hidden)
-    draw = _draw_from_shortlist if shortlist.suits(pair) else _draw_block
-    draft = draw(pair, states, lens, drafting, batch.row_starts, hidden, base)
-    return draft if pair.simulated is None else simulate(pair.simulated, draft, states)
+    return batch.row_starts, hidden, base
 
 
 def _draw_from_shortlist(

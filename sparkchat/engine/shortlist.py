@@ -22,10 +22,10 @@ from sparkchat.engine.laws import bias_draft_rows
 from sparkchat.engine.pair import LoadedPair
 from sparkchat.engine.request import RequestState
 from sparkchat.engine.sampling import GREEDY_BELOW
-from sparkchat.models.dspark.lane_heads import LaneHeads
+from sparkchat.models.dspark.lane_heads import NOTHING, SMALLEST_SCREENED, LaneHeads
 
 SIZE = 256
-SMALLEST_VOCABULARY = 4096
+SMALLEST_VOCABULARY = SMALLEST_SCREENED
 """Below this a pass over everything is cheap, and the exact law of the whole vocabulary is used."""
 _NOTHING, _NO_COUNTS = np.zeros(0, dtype=bool), np.zeros(0, dtype=np.float32)
 
@@ -92,7 +92,10 @@ def draw_by_kernel(
     vocab, damaged = pair.target.config.vocab_size, set()
     for i, r in enumerate(drafting):
         state, first, last, n = states[r], row_starts[i], row_starts[i + 1], lens[r]
+        exact = heads.exact
         if state.sampling.logit_bias or state.sampling.min_tokens:
+            # What is added lies in the logits of the whole vocabulary alone.
+            exact = NOTHING
             bias_draft_rows(base[first:last], state, pair.draft_index_of)
         s = state.sampling
         is_counted = bool(s.presence_penalty or s.frequency_penalty)
@@ -113,6 +116,7 @@ def draw_by_kernel(
             probs[r, :n],
             support[r, :n],
             confidence[r, :n],
+            *exact,
         )
         if not is_sound:
             damaged.add(r)

@@ -112,13 +112,19 @@ class NativeStack:
         """As ``run``, for ``run_parts``: the results are filled in then."""
         self._stack.rope.prepare(max(span.end for span in spans))
         first = x.clone() if -1 in taps else None
-        rows, caches = span_rows(spans, is_block=is_block), self._layers_of(cache)
-        part, hidden, features = self._decoder.plan(x, rows, caches, self._stack.rope.numbers, tuple(taps))
+        part, hidden, features = self.plan_rows(x, span_rows(spans, is_block=is_block), cache, taps)
         if features is None:
             return part, hidden, None
         if first is not None:
             features[:, list(taps).index(-1)] = first
         return part, hidden, features.flatten(1)
+
+    def plan_rows(
+        self, x: Tensor, rows: Rows, cache: KVCache, taps: Sequence[int] = ()
+    ) -> tuple[Part, Tensor, Tensor | None]:
+        """As ``plan`` for positions that the rotations have reached and for taps of layers; features are
+        [N, len(taps), d]."""
+        return self._decoder.plan(x, rows, self._layers_of(cache), self._stack.rope.numbers, tuple(taps))
 
     def _layers_of(self, cache: KVCache) -> list[LayerCache]:
         """Where each layer's keys and values lie; stores are made anew when they grow."""
@@ -139,12 +145,17 @@ class NativeContext:
         from sparkchat.kernels.cpu.decoder import ContextWeights
 
         self._weights = ContextWeights(fc.matrix, kv.matrix, norm, k_norm, eps)
+        self.inputs = fc.matrix.inputs
 
     def plan(self, features: Tensor, spans: Sequence[Span], cache: KVCache, rope: RopeTable) -> Part:
         """features [N, m*d] float32 of these spans into a cache without windows, for ``run_parts``."""
         (store,) = cache.stores
         rope.prepare(max(span.end for span in spans))
-        return self._weights.plan(features.contiguous(), span_rows(spans), store.data, rope.numbers)
+        return self.plan_rows(features.contiguous(), span_rows(spans), store.data, rope)
+
+    def plan_rows(self, features: Tensor, rows: Rows, store: Tensor, rope: RopeTable) -> Part:
+        """As ``plan`` with features that are contiguous, for positions that ``rope`` has reached."""
+        return self._weights.plan(features, rows, store, rope.numbers)
 
 
 def span_rows(spans: Sequence[Span], *, is_block: bool = False) -> Rows:
@@ -171,6 +182,13 @@ def unpacked_rows(weight: GroupedWeight, index: Tensor) -> Tensor:
     tables = (weight.codes, weight.scale.contiguous(), shift.contiguous(), index.contiguous(), out)
     unpack_rows(*(t.numpy() for t in tables))
     return out
+
+
+def run_lines(lines: np.ndarray, threads: int) -> None:
+    """As ``run_parts``: lines [parts, 2] int64, what and where, that are kept."""
+    from sparkchat.kernels.cpu.team import team
+
+    team(threads).run_lines(lines)
 
 
 def run_parts(*parts: Part) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,11 +16,13 @@ from sparkchat.engine.request import RequestState
 from sparkchat.engine.sampling import TokenHistory
 from sparkchat.kernels import cpu
 from sparkchat.models.dspark.heads import ConfidenceHead, GatedHead, VanillaHead
-from sparkchat.models.dspark.lane_heads import LaneHeads
+from sparkchat.models.dspark.lane_heads import ExactRows, LaneHeads
 from sparkchat.params import GenerateRequest, SamplingParams
 
 if not cpu.is_supported():
     pytest.skip(f"no kernels for this processor: {cpu.why_not()}", allow_module_level=True)
+
+from sparkchat.kernels.cpu.matrix import quantize
 
 VOCAB, HIDDEN, RANK, WIDTH = 9000, 64, 32, 5
 SETTINGS: list[dict[str, Any]] = [
@@ -150,6 +153,30 @@ def test_a_request_draws_the_same_alone() -> None:
         )
         for name in ("ids", "probs", "confidence_logit"):
             assert torch.equal(getattr(alone, name)[0], getattr(together, name)[r])
+
+
+def test_estimated_logits_choose_and_exact_ones_are_drawn_from() -> None:
+    case = Case(4096)
+    weight = 0.4 * random(4096, HIDDEN, seed=30)
+    codes, scale = quantize(weight)
+    exact = (codes.view(4096, -1, 32) * scale[:, :, None]).view(4096, HIDDEN)
+    case.heads = replace(case.heads, exact=ExactRows(codes.numpy(), scale.numpy()))
+    hidden, state = random(3, HIDDEN, seed=9), state_of({"temperature": 0.9})
+    logits = hidden @ exact.T
+    u = torch.rand(1, 3, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+    shared = ([state], [3], [0], [0, 3], hidden)
+    wanted, *_ = shortlist.draw_block(case.pair, *shared, logits.clone(), u)
+    # Which tokens are likeliest is the same here; how likely they are is not.
+    found, bad = shortlist.draw_by_kernel(case.pair, case.heads, *shared, 0.5 * logits, u)
+    assert not bad and torch.equal(found.draft_to_target, wanted.draft_to_target)
+    assert torch.equal(found.ids, wanted.ids)
+    torch.testing.assert_close(found.probs, wanted.probs, rtol=1e-4, atol=1e-7)
+    # What a request adds to logits lies in those of the whole vocabulary, which then count.
+    biased = state_of({"temperature": 0.9, "logit_bias": ((int(wanted.ids[0, 0]), 9.0),)})
+    shared = ([biased], [3], [0], [0, 3], hidden)
+    wanted, *_ = shortlist.draw_block(case.pair, *shared, logits.clone(), u)
+    found, _ = shortlist.draw_by_kernel(case.pair, case.heads, *shared, logits.clone(), u)
+    torch.testing.assert_close(found.probs, wanted.probs, rtol=1e-4, atol=1e-7)
 
 
 def test_equal_logits_and_few_possible_tokens() -> None:

@@ -7,12 +7,13 @@ import threading
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
+from llvmlite import binding, ir
 from numba import carray, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
 _I64 = ir.IntType(64)
+_IS_X86 = binding.get_process_triple().startswith("x86_64")
 _own = threading.local()
 
 
@@ -81,6 +82,19 @@ def peek(typing: Any, address: Any) -> Any:
         return builder.load_atomic(builder.inttoptr(args[0], _I64.as_pointer()), "seq_cst", 8)
 
     return types.int64(types.int64), generate
+
+
+@intrinsic
+def pause(typing: Any) -> Any:
+    """Between two looks at a word: processors that share a core with this one get what looking would take of it."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        name, given = ("llvm.x86.sse2.pause", []) if _IS_X86 else ("llvm.aarch64.hint", [ir.IntType(32)(1)])
+        kind = ir.FunctionType(ir.VoidType(), [value.type for value in given])
+        builder.call(cgutils.get_or_insert_function(builder.module, kind, name), given)
+        return context.get_dummy_value()
+
+    return types.void(), generate
 
 
 @intrinsic

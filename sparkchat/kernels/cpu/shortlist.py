@@ -12,7 +12,7 @@ from numba import njit
 
 from sparkchat.kernels.cpu.emit import I64, Emitter, repeat
 from sparkchat.kernels.cpu.laws import peak_of, soften_row
-from sparkchat.kernels.cpu.rows import BYTES, primitive
+from sparkchat.kernels.cpu.rows import BYTES, GROUP, primitive
 
 (TEMPERATURE, TOP_K, TOP_P, MIN_P, REPETITION, PRESENCE, FREQUENCY, IS_GREEDY, WIDEST, SHARPENING, SLACK,
  CONFIDENCE_BIAS) = range(12)  # fmt: skip
@@ -67,7 +67,46 @@ def _bias(
     repeat(b, count, [], one)
 
 
+def _rescore(
+    e: Emitter,
+    columns: ir.Value,
+    count: ir.Value,
+    codes: ir.Value,
+    scale: ir.Value,
+    groups: ir.Value,
+    hidden: ir.Value,
+    out: ir.Value,
+) -> None:
+    """out[i] = the row columns[i] of a weight in 8 bits, a scale for each 32 inputs, times hidden [groups * 32]."""
+    b = e.builder
+    lines = e.times(groups, GROUP)
+
+    def row(place: ir.Value) -> tuple[ir.Value, ir.Value]:
+        column = b.load(b.inttoptr(e.at(columns, e.times(place, 8)), I64.as_pointer()))
+        return e.at(codes, b.mul(column, lines)), e.at(scale, b.mul(column, e.times(groups, 4)))
+
+    def one(i: ir.Value) -> list[ir.Value]:
+        behind, behind_scale = row(e.at(i, _AHEAD))
+        at, at_scale = row(i)
+
+        def multiply(g: ir.Value, total: ir.Value) -> list[ir.Value]:
+            e.prefetch(e.at(behind, e.times(g, GROUP)))
+            e.prefetch(e.at(behind_scale, e.times(g, 4)))
+            part = e.zero
+            for half in (0, 1):
+                weight = e.load(e.at(at, e.times(g, GROUP), half * GROUP // 2), "i8")
+                part = e.fma(weight, e.load(e.at(hidden, e.times(g, 4 * GROUP), half * BYTES)), part)
+            return [e.fma(e.splat(e.scalar(e.at(at_scale, e.times(g, 4)))), part, total)]
+
+        (total,) = repeat(b, groups, [e.zero], multiply)
+        b.store(e.total(total), b.inttoptr(e.at(out, e.times(i, 4)), ir.FloatType().as_pointer()))
+        return []
+
+    repeat(b, count, [], one)
+
+
 _peaks = primitive("strided_peaks", 3, _strided_peaks)
+_rescored = primitive("shortlist_rescore", 7, _rescore)
 _add_bias = primitive("shortlist_bias", 6, _bias)
 
 
@@ -264,19 +303,22 @@ def _judge(hidden, vector, weight, bias):
 @njit(
     "boolean(float32[:, ::1], float32[:, ::1], int64[::1], uint16[:, ::1], uint16[:, ::1], float32[::1], boolean[::1],"
     " float32[::1], float64[::1], int64, float64[::1], int64[::1], int64[::1], float32[:, ::1], int64[:, ::1],"
-    " float32[::1])",
+    " float32[::1], int8[:, ::1], float32[:, ::1])",
     nogil=True,
     cache=True,
 )
 def draw_block(
-    base, hidden, mapping, w1, w2, judge, seen, counts, settings, anchor, u, ids, index, probs, support, confidence
-):
+    base, hidden, mapping, w1, w2, judge, seen, counts, settings, anchor, u, ids, index, probs, support, confidence,
+    codes, scale
+):  # fmt: skip
     """Draw the drafts of one request; returns whether all logits were numbers.
 
     base [g, Vd] logits before the sequential head, hidden [g, d]; mapping [Vd] target ids, empty where they are the
     same; w1 [V, r] and w2 [Vd, r] bits of bfloat16, r a multiple of 16, or 0 without such a head; judge [d + r] or [d],
     [0] without a confidence head; seen [V] and counts [V] of the request's tokens, read for penalties alone; u [g].
-    Receives ids [g], index [g], probs [g, M], support [g, M] target ids, confidence [g].
+    codes [Vd, d] and scale [Vd, d / 32], empty where base is exact: the weight that base is an estimate with, by which
+    the likeliest tokens are chosen and no more. Receives ids [g], index [g], probs [g, M], support [g, M] target ids,
+    confidence [g].
     """
     size, rank = probs.shape[1], w1.shape[1]
     work = np.empty(max(base.shape[1], size), np.float32)
@@ -300,6 +342,11 @@ def draw_block(
         for i in range(size):
             logits[i] = base[k, columns[i]]
             support[k, i] = mapping[columns[i]] if mapping.shape[0] else columns[i]
+        if codes.shape[0]:
+            _rescored(
+                columns.ctypes.data, size, codes.ctypes.data, scale.ctypes.data, scale.shape[1],
+                hidden[k].ctypes.data, logits.ctypes.data,
+            )  # fmt: skip
         if rank:
             for i in range(rank):
                 bits[i] = np.uint32(w1[previous, i]) << np.uint32(16)

@@ -50,15 +50,15 @@ from sparkchat.kernels.cpu.job import (
     TAPS,
     X,
 )
-from sparkchat.kernels.cpu.memory import exchange, fetch_add, floats, peek, words, yield_processor
+from sparkchat.kernels.cpu.memory import exchange, fetch_add, floats, pause, peek, words, yield_processor
 from sparkchat.kernels.cpu.product import ADD, GATE, KIND, RECORD_WORDS, SCRATCH_BYTES, STORE, multiply
 from sparkchat.kernels.cpu.tiles import BF16
 
 BARRIER, GENERATION, COUNTERS = 0, 8, 16
 """Words of the threads' meeting place; a line of the processor's cache apart. Counters of the phases come last."""
 PHASES_A_LAYER = 6
-_SPINS = 4000
-"""How often a thread looks before it lets others have the processor: some microseconds."""
+_SPINS = 1000
+"""How often a thread looks before it lets others have the processor: about twenty microseconds."""
 
 
 @njit(nogil=True)
@@ -74,6 +74,7 @@ def meet(place, threads):
     spins = 0
     while peek(place + 8 * GENERATION) == generation:
         spins += 1
+        pause()
         if spins > _SPINS:
             yield_processor()
 

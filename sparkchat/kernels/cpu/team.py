@@ -21,6 +21,7 @@ from sparkchat.kernels.cpu.memory import (
     exchange,
     fetch_add,
     make_lock,
+    pause,
     peek,
     release,
     words,
@@ -42,7 +43,8 @@ _LINE = 8
 _LOCK = 1
 """Place in a thread's line behind SLEEPERS of the lock it sleeps on; before it, whether it sleeps."""
 _LOOKS = 40_000
-"""How often a worker looks for a job before it sleeps: about a tenth of a millisecond."""
+"""How often a worker looks for a job before it sleeps: about a millisecond, longer than between the jobs of one
+round: waking it takes time."""
 _LOOKS_AT_ONCE = 1000
 
 
@@ -65,6 +67,7 @@ def _wait_for_job(board, thread, seen):
     looks = 0
     while peek(board + 8 * SEQUENCE) == seen:
         looks += 1
+        pause()
         if looks % _LOOKS_AT_ONCE == 0:
             yield_processor()
         if looks > _LOOKS:
@@ -131,6 +134,7 @@ def _take_part(board, place, thread, threads, parts, address):
         looks = 0
         while peek(board + 8 * DONE) < threads - 1:
             looks += 1
+            pause()
             if looks > _LOOKS_AT_ONCE:
                 yield_processor()
         return
@@ -153,9 +157,12 @@ class Team:
 
     def run(self, *parts: tuple[int, np.ndarray]) -> None:
         """Do these parts [words] int64 together, one behind the other; returns when all are done."""
-        lines = np.array([(work, job.ctypes.data) for work, job in parts], np.int64)
+        self.run_lines(np.array([(work, job.ctypes.data) for work, job in parts], np.int64))
+
+    def run_lines(self, lines: np.ndarray) -> None:
+        """As ``run``: lines [parts, 2] int64, what and the address of its job."""
         with self._lock:
-            self._take_part(0, len(parts), lines.ctypes.data)
+            self._take_part(0, len(lines), lines.ctypes.data)
 
     def _take_part(self, thread: int, parts: int = 0, address: int = 0) -> None:
         _take_part(self._places[0], self._places[1], thread, self.size, parts, address)

@@ -25,6 +25,7 @@ from sparkchat.models.rows import RowAttention, RowBatch
 from sparkchat.models.weights import TensorSource, rotary_pairs
 
 if TYPE_CHECKING:
+    from sparkchat.kernels.cpu.decoder import Rows
     from sparkchat.kernels.cpu.matrix import Part
 
 
@@ -139,6 +140,28 @@ class Backbone:
         for span in spans:
             cache.mark_written(span.cache_row, span.end)
         return part, hidden
+
+    @property
+    def can_keep(self) -> bool:
+        """Whether ``plan_kept`` can."""
+        return self._context.native is not None and self._stack.native is not None
+
+    @property
+    def rope_numbers(self) -> Tensor:
+        """Rotations as far as ``prepare`` has reached; another tensor when it reaches farther."""
+        return self._stack.rope.numbers
+
+    def plan_kept(self, cache: KVCache, context: Rows, block: Rows) -> tuple[Tensor, Tensor, Part, Part, Tensor]:
+        """The context and block of one request as parts that are run again and again with other numbers in ``context``
+        [3, c] and ``block`` [3, n]: features [c, m*d] and x [n, d], to be filled in each time, the parts, and hidden
+        [n, d], which they fill in."""
+        native, stack, store = self._context.native, self._stack.native, cache.stores[0].data
+        assert native is not None and stack is not None
+        features = torch.empty((context.numbers.shape[1], native.inputs))
+        x = torch.empty((block.numbers.shape[1], self._stack.shape.hidden_size))
+        first = native.plan_rows(features, context, store, self._stack.rope)
+        second, hidden, _ = stack.plan_rows(x, block, cache)
+        return features, x, first, second, hidden
 
     def run_blocks(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
         """Blocks [anchor, mask...] -> hidden [N, d] float32. The block's keys and values are not kept."""

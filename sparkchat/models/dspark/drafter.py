@@ -21,12 +21,21 @@ from sparkchat.models.dense import DecoderStack, DenseModel
 from sparkchat.models.dspark.backbone import Backbone
 from sparkchat.models.dspark.config import DrafterConfig, read_drafter_config
 from sparkchat.models.dspark.heads import ConfidenceHead, VanillaHead, load_confidence, load_head
-from sparkchat.models.dspark.lane_heads import LaneHeads
+from sparkchat.models.dspark.kept_block import KeptBlocks
+from sparkchat.models.dspark.lane_heads import (
+    NOTHING,
+    SMALLEST_SCREENED,
+    ExactRows,
+    LaneHeads,
+    is_drawn_by_kernel,
+    screened_head,
+)
 from sparkchat.models.dummy import DummySource
 from sparkchat.models.kv_cache import KVCache
 from sparkchat.models.layers import Embedding
 from sparkchat.models.linear import Linear, make_lanes
 from sparkchat.models.native import LaneLinear, run_parts
+from sparkchat.models.quant import GROUP, dense
 from sparkchat.models.rows import RowBatch
 from sparkchat.models.weights import FolderSource
 
@@ -64,13 +73,19 @@ class Drafter:
         draft_to_target: Tensor | None,
         device: torch.device,
         kv_dtype: torch.dtype,
+        exact: ExactRows = NOTHING,
     ) -> None:
+        """``exact``: of a base head that only finds the likeliest tokens."""
         self.config, self.draft_to_target = config, draft_to_target
         self._backbone, self._base_head, self._head, self._confidence = backbone, base_head, head, confidence
         self._device = device
         self._kv_dtype = kv_dtype
-        self.lane_heads = LaneHeads.of(head, confidence, draft_to_target, device)
+        self.lane_heads = LaneHeads.of(head, confidence, draft_to_target, device, exact)
         """What draws a block in one call; None where that cannot be done."""
+        self.kept_blocks: KeptBlocks | None = None
+        """Does what ``draft_block`` does for one request with few pending features; None where that cannot be done."""
+        if isinstance(base_head, LaneLinear) and backbone.can_keep:
+            self.kept_blocks = KeptBlocks(backbone, base_head, config.mask_token_id)
 
     @classmethod
     def load(
@@ -106,10 +121,11 @@ class Drafter:
         if config.has_confidence:
             with_markov = head is not None and config.confidence_with_markov
             confidence = load_confidence(source, d, head.embedding if with_markov and head else None, device)
-        base_head = _load_base_head(source, config, target, mapping, device, matrix_dtype)
+        is_screened = matrix_dtype is torch.int8 and is_drawn_by_kernel(head, device)
+        base_head, exact = _load_base_head(source, config, target, mapping, device, matrix_dtype, is_screened)
         source.finish(["t2d"])
         on_device = None if mapping is None else mapping.to(device)
-        return cls(config, backbone, base_head, head, confidence, on_device, device, dtype)
+        return cls(config, backbone, base_head, head, confidence, on_device, device, dtype, exact)
 
     @property
     def has_confidence(self) -> bool:
@@ -299,14 +315,21 @@ def _load_base_head(
     mapping: Tensor | None,
     device: torch.device,
     dtype: torch.dtype,
-) -> Linear:
-    """The drafter's own output head, or the target's (the rows of the draft vocabulary)."""
+    is_screened: bool,
+) -> tuple[Linear, ExactRows]:
+    """The drafter's own output head, or the target's (the rows of the draft vocabulary).
+
+    ``is_screened``: of a large vocabulary, one that finds the likeliest tokens, whose rows come with it.
+    """
     if "lm_head.weight" in source:
         weight = source.take("lm_head.weight", config.draft_vocab_size, config.hidden_size)
-        return make_lanes(weight, None, device=device, dtype=dtype)
-    if mapping is None:
-        return target.head
-    return make_lanes(target.head_rows(mapping), None, device=device, dtype=dtype)
+    elif mapping is None:
+        return target.head, NOTHING
+    else:
+        weight = target.head_rows(mapping)
+    if is_screened and config.draft_vocab_size >= SMALLEST_SCREENED and config.hidden_size % GROUP == 0:
+        return screened_head(dense(weight))
+    return make_lanes(weight, None, device=device, dtype=dtype), NOTHING
 
 
 def linear_dtype(source: DraftSource, device: torch.device) -> torch.dtype:
