@@ -23,6 +23,7 @@ from typing import Any
 
 from sparkchat import strict_json
 from sparkchat.errors import DamagedFile, SparkchatError, UsageError
+from sparkchat.finite import is_number
 from sparkchat.ui.conversation import Answer, Turn
 
 SCHEMA = "sparkchat.session/1"
@@ -215,7 +216,7 @@ class _Reader:
         if not isinstance(number, int) or isinstance(number, bool) or not isinstance(text, str):
             return False
         last = self.chat.every_turn[-1].number if self.chat.every_turn else 0
-        if number <= last or (parent is not None and parent not in self._by_number):
+        if number <= last or (parent is not None and (type(parent) is not int or parent not in self._by_number)):
             return False
         turn = Turn(text, f"{self.chat.id}/{number}", number=number)
         turn.parent = None if parent is None else self._by_number[parent]
@@ -270,4 +271,4 @@ def _is_result(value: Any) -> bool:
         return False
     usage, speculation, timing = parts
     numbers = [*usage.values(), *timing.values(), speculation.get("mean_acceptance_length")]
-    return all(n is None or (isinstance(n, (int, float)) and not isinstance(n, bool)) for n in numbers)
+    return all(n is None or is_number(n) for n in numbers)

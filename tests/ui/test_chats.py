@@ -113,6 +113,8 @@ def test_what_follows_a_cut_line_is_read(tmp_path: Path) -> None:
         b'{"type": "question", "turn": 1, "parent": null, "text": "again"}',
         b'{"type": "question", "turn": 9, "parent": 77, "text": "no such parent"}',
         b'{"type": "question", "turn": true, "parent": null, "text": "x"}',
+        b'{"type": "question", "turn": 9, "parent": [], "text": "x"}',
+        b'{"type": "question", "turn": 9, "parent": {"a": 1}, "text": "x"}',
         b'{"type": "answer", "turn": 5, "text": "of nothing"}',
         b'{"type": "answer", "turn": [1], "text": "x"}',
         b'{"type": "part", "turn": 1, "text": 7}',
@@ -132,7 +134,15 @@ def test_lines_that_make_no_sense_are_counted_and_left_out(tmp_path: Path, line:
 
 
 @pytest.mark.parametrize(
-    "result", [None, [], {"finish_reason": 3}, {**RESULT, "timing": None}, {**RESULT, "usage": {"x": "y"}}]
+    "result",
+    [
+        None,
+        [],
+        {"finish_reason": 3},
+        {**RESULT, "timing": None},
+        {**RESULT, "usage": {"x": "y"}},
+        {**RESULT, "timing": {"tokens_per_second": 10**400}},
+    ],
 )
 def test_numbers_that_make_no_sense_are_not_believed(tmp_path: Path, result: Any) -> None:
     path = tmp_path / f"a{SUFFIX}"
