@@ -212,7 +212,7 @@ def expert_cases(make: Maker) -> Iterator[Case]:
 def whole_cases(make: Maker) -> Iterator[Case]:
     """Gate, up and down in two launches, and in one."""
     layer = Layer.make(make)
-    for rows in (6, 3, 5, 8, 12):
+    for rows in (6, 1, 3, 5, 8, 12):
         routings = layer.routings(make, rows)
         space, x = ExpertBuffers.empty(rows, PER_ROW, layer.weights, HALF), make.half(rows, D, scale=1.0)
         state = torch.zeros(COUNTERS, dtype=torch.int32, device=make.device)
