@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -31,6 +32,24 @@ REPLAYS = 120
 def part_of(rank: int, number: int, dtype: torch.dtype) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1000 * number + rank)
     return torch.randn(6, 4096, generator=generator).to(dtype).cuda()
+
+
+def connection(group: SymmetricGroup, device: torch.device) -> tuple[Callable[[torch.Tensor], None], torch.Tensor]:
+    """What merges x + 1 of all ranks into streams of nothing where ranks push rows, and those streams."""
+    # Numbers of zero give every stream the whole of what is brought.
+    fn, zeros = torch.zeros(24, 4 * 4096, device=device), torch.zeros(24, device=device)
+    weights, space = StreamWeights(fn, zeros, zeros, 4, 1e-6, 1e-6, 3), hyper_workspace(6, 4096, device)
+    nothing, mix = torch.zeros(6, 4, 4096, dtype=torch.bfloat16, device=device), torch.zeros(6, 20, device=device)
+    merged, exchange = torch.zeros_like(nothing), group.exchange(6, 4096)
+
+    def connect(x: torch.Tensor) -> None:
+        if exchange is not None:
+            sent = Sent(torch.stack([x, torch.ones_like(x)]), exchange)
+            launch_connect_streams(
+                nothing, weights, space, sent, mix, merged, None, None, 0.0, None, None, None
+            )  # fmt: skip
+
+    return connect, merged
 
 
 def main(rank: int, size: int, store: str) -> None:
@@ -77,10 +96,7 @@ def main(rank: int, size: int, store: str) -> None:
         for number in range(8):
             outputs[number] = sum_of(number)
         streams.copy_(rows.streams(ids, 4, torch.bfloat16))
-        exchange = group.exchange(6, 4096)
-        if exchange is not None:
-            sent = Sent(torch.stack([x, torch.ones_like(x)]), exchange)
-            launch_connect_streams(nothing, weights, space, sent, mix, merged, None, None, 0.0, None, None, None)
+        connect(x)
         logits.copy_(head(torch.eye(8, device=device).to(torch.bfloat16)[:6]))
 
     table = torch.arange(512, device=device).view(64, 8).to(torch.bfloat16)
@@ -89,12 +105,7 @@ def main(rank: int, size: int, store: str) -> None:
     head = VocabularyHead(PlainLinear(table.chunk(size)[rank].contiguous(), None), group)
     streams, logits = torch.zeros(6, 4, 8, device=device), torch.zeros(6, 64, device=device)
 
-    # Numbers of zero give every stream the whole of what is brought.
-    fn, zeros = torch.zeros(24, 4 * 4096, device=device), torch.zeros(24, device=device)
-    weights, space = StreamWeights(fn, zeros, zeros, 4, 1e-6, 1e-6, 3), hyper_workspace(6, 4096, device)
-    nothing, mix = torch.zeros(6, 4, 4096, dtype=torch.bfloat16, device=device), torch.zeros(6, 20, device=device)
-    merged = torch.zeros_like(nothing)
-
+    connect, merged = connection(group, device)
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
         stage()
