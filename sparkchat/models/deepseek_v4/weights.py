@@ -100,12 +100,14 @@ def check_headers(headers: Headers, config: DeepseekV4Config, *, with_drafter: b
     """
     wanted = {name: (dtype, shape) for name, dtype, shape in stored_form(trunk_layout(config))}
     drafter = {name: (dtype, shape) for name, dtype, shape in stored_form(drafter_layout(config))}
-    if with_drafter or any(name in headers.tensors for name in drafter):
+    has_drafter = any(name in headers.tensors for name in drafter)
+    if with_drafter or has_drafter:
         wanted |= drafter
     for name, (dtype, shape) in wanted.items():
         found = headers.tensors.get(name)
         if found is None:
-            raise DamagedFile(f"{headers.folder}: the weights lack {name}; fetch the model again")
+            way = ", or give --drafter none" if name in drafter and not has_drafter else ""
+            raise DamagedFile(f"{headers.folder}: the weights lack {name}; fetch the model again{way}")
         _check_form(found, name, dtype, shape)
     left = sorted(name for name in headers.tensors if name not in wanted)
     if left:
