@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import socket
@@ -118,6 +119,13 @@ def mix_folders(build_once: Callable[..., Any]) -> dict[str, Path]:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow: the full size of a test whose small size always runs; run with -m slow")
+
+
+def pytest_collection_finish() -> None:
+    """Thousands of tests and all modules stay to the end: collecting garbage need not look at them, nor so often."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -66,7 +66,8 @@ def test_every_width_equals_plain_decoding_over_several_windows(
 ) -> None:
     folder = folder_of(kind)
     chosen = [(MODES[(n + len(kind)) % 3], width) for n, width in enumerate(WIDTHS[kind])]
-    assert_equal(runner(folder, folder), chosen, random_prompts(2, 60), 120)
+    # The longer prompt's answer crosses the first entry of 128 tokens, and both cross windows of 16.
+    assert_equal(runner(folder, folder), chosen, random_prompts(2, 70), 75)
 
 
 @pytest.mark.slow
@@ -95,7 +96,7 @@ def test_the_previews_block_equals_plain_decoding_and_is_accepted(
     folder = folder_of("mtp")
     opened = runner(folder, folder)
     prompts = random_prompts(2, 90)
-    assert_equal(opened, [("static", 1), ("static", 2), ("static", 3)], prompts, 100)
+    assert_equal(opened, [("static", 1), ("static", 2), ("static", 3)], prompts, 60)
     result = opened.run(lines(prompts[:1], mode="static", block_size=2, max_tokens=100))[0]
     assert 2.4 < result["speculation"]["mean_acceptance_length"] <= 3.0
 

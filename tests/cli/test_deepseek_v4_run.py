@@ -9,10 +9,23 @@ from typing import Any
 
 import pytest
 
-from cli.conftest import Cli
+from cli.conftest import Cli, Done, child_environment
+from fixtures.commands import run_forked
 from fixtures.deepseek_v4 import v4_config, write_json
 from fixtures.deepseek_v4_script import ANSWER, MARKERS, THOUGHT, WORDS, write_script_v4
 from sparkchat.deepseek_prompt import ASSISTANT, BOS, EFFORTS, END_THINK, THINK, USER
+
+
+@pytest.fixture
+def cli() -> Cli:
+    """Commands in forks of a process that has imported everything: what is tested here is what comes after."""
+
+    def run(*args: str | Path, stdin: str = "") -> Done:
+        code, out, err = run_forked([str(arg) for arg in args], stdin.encode(), child_environment(), 60)
+        return Done(code, out.decode(), err.decode())
+
+    return run
+
 
 SMALL = ("--device", "cpu", "--context", "128", "--temperature", "0")
 
