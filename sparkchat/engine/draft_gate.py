@@ -25,11 +25,13 @@ class DraftGate:
 
     ``observe`` takes the predicted tokens per second of a drafting round, of everything planned together, and those of
     plain decoding. The gate closes when the running mean of their ratio loses, opens for a trial after a pause, and
-    closes again unless the trial wins. Trials that lose are ever rarer.
+    closes again unless the trial wins. Trials that lose are ever rarer. A round of ``together`` requests says as much
+    as so many rounds of one: sixteen that try at once for eight rounds would lose sixteen times what is to be learned.
     """
 
     mean_ratio: float = 0.0
     rounds: int = 0
+    """Of one request each."""
     pause_left: int = 0
     next_pause: int = _PAUSE
     is_trial: bool = False
@@ -45,12 +47,12 @@ class DraftGate:
         """Others have taken every verified row for so long that the next one is this request's."""
         return self.unverified >= _PATIENCE
 
-    def observe(self, theta: float, plain_theta: float | None, verify_len: int = 1) -> None:
+    def observe(self, theta: float, plain_theta: float | None, verify_len: int = 1, together: int = 1) -> None:
         self.unverified = 0 if verify_len else self.unverified + 1
         if plain_theta is None:
             return
-        self.rounds += 1
-        weight = max(1.0 - _DECAY, 1.0 / self.rounds)
+        self.rounds += together
+        weight = max(1.0 - _DECAY**together, together / self.rounds)
         self.mean_ratio += weight * (theta / plain_theta - self.mean_ratio)
         is_clear = self.mean_ratio < 1.0 - _CLEAR_LOSS
         if self.rounds < (_TRIAL if self.is_trial or is_clear else _WINDOW):

@@ -108,4 +108,5 @@ def lengths_of(intent: StepIntent, planned: int | None, budget: Budget | None) -
         predicted_ms=budget.predicted_ms,
         predicted_theta=budget.predicted_theta,
         plain_theta=budget.plain_theta,
+        together=budget.together,
     )

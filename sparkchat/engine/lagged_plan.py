@@ -61,6 +61,8 @@ class Budget:
     """The same without drafting; None when not measured."""
     is_planned: bool = True
     """False for a cap of the user's own."""
+    together: int = 1
+    """Requests that it was chosen for."""
 
 
 def choose_budget(
@@ -83,7 +85,7 @@ def choose_budget(
     times = cost.times(rows, 1 + len(gained))
     thetas = (tokens + np.concatenate([[0.0], gained])) / times
     best = int(np.argmax(thetas))
-    return Budget(best, float(times[best]), 1000.0 * float(thetas[best]))
+    return Budget(best, float(times[best]), 1000.0 * float(thetas[best]), together=len(stale))
 
 
 def admit(survival: Sequence[Sequence[float]], limits: Sequence[int], budget: int) -> list[int]:

@@ -227,6 +227,6 @@ def observe(state: RequestState, intent: StepIntent, chosen: StepLengths) -> Non
     if intent.mode_requested != "compact":
         return
     if intent.draft_len and chosen.predicted_theta is not None:
-        state.gate.observe(chosen.predicted_theta, chosen.plain_theta, chosen.verify_len)
+        state.gate.observe(chosen.predicted_theta, chosen.plain_theta, chosen.verify_len, chosen.together)
     elif intent.mode == "off":
         state.gate.pass_plain_step()

@@ -48,6 +48,8 @@ class StepLengths:
     """Tokens per second of what was planned together, the paper's theta."""
     plain_theta: float | None = None
     """The same without drafting; None when not measured."""
+    together: int = 1
+    """Requests that one plan was made for."""
 
 
 def intend(state: RequestState, default: Mode, pair: LoadedPair) -> StepIntent:
@@ -169,4 +171,5 @@ def _lengths(state: RequestState, intent: StepIntent, planned: tuple[int, Plan, 
         predicted_ms=chosen.predicted_ms,
         predicted_theta=chosen.predicted_theta,
         plain_theta=plain,
+        together=len(chosen.verify_lens),
     )
