@@ -101,7 +101,10 @@ def table_for(engine: Engine, is_quick: bool, most: int) -> Any:
 
 
 def prompts_of(engine: Engine, together: int, tokens: int) -> list[tuple[int, ...]]:
-    """Token ids of held-out questions, each behind others until it is ``tokens`` long."""
+    """Token ids of held-out questions, each behind others until it is ``tokens`` long; without a tokenizer, any ids."""
+    if engine.text.tokenizer is None:
+        vocab = engine.pair.target.config.vocab_size
+        return [tuple((7919 * i + 104729 * n + 13) % vocab for i in range(tokens)) for n in range(together)]
     found: list[tuple[int, ...]] = []
     chats = held_out_chats(together * 64, seed=tokens)
     for number in range(together):
