@@ -5,7 +5,9 @@ It holds no request, no law and no random number: what is decided is decided by 
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
 import sys
 import time
 import traceback
@@ -27,6 +29,8 @@ from sparkchat.models.deepseek_v4.cache import StateCache
 from sparkchat.models.deepseek_v4.loading import load_part
 from sparkchat.models.parallel import ProcessGroup
 
+_DEATH_SIGNAL = 1
+"""prctl's number for the signal that comes when the process that started this one ends."""
 _GRACE_SECONDS = 10.0
 """When one rank ends, collectives of all others fail: the first to be heard of should be the one that did."""
 
@@ -161,6 +165,8 @@ def _follow(channel: Channel) -> None:
 def main() -> None:
     """Entry of the process: ``argv`` holds the descriptors of the command and the event pipe. Never returns."""
     channel = Channel(int(sys.argv[1]), int(sys.argv[2]))
+    # The end of the command pipe ends this process, but not where it is stopped, or holds on in a library's call.
+    ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGKILL)
     try:
         _follow(channel)
     except SparkchatError as error:

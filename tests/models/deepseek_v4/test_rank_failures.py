@@ -154,6 +154,7 @@ def test_one_that_is_killed_and_an_engine_that_is(folder: Path) -> None:
     with start(folder) as client:
         answer(client)
         (other,) = children_of(client.pid or 0)
+        os.kill(other, signal.SIGSTOP)  # it cannot see that the engine has gone
         os.kill(client.pid or 0, signal.SIGKILL)
         assert "SIGKILL" in wait_for(client, "crashed")["message"]
         is_gone(other)
