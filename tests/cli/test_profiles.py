@@ -214,7 +214,8 @@ def test_a_users_corrections_win_over_shipped_ones_kind_by_kind(main: Cli, write
     profile = load_profile("smollm2-135m", user_paths())
     given = corrections_of(resolve_options(profile, {}, {}))
     assert given["calibration"] == {"hot": Correction((2.0,), (-0.5,))}
-    assert set(given["shipped_calibration"]) == {"greedy", "greedy-penalised", "warm", "cool-filtered-penalised"}
+    shipped = {"greedy", "greedy-penalised", "warm", "warm-filtered", "hot-filtered", "cool-filtered-penalised"}
+    assert set(given["shipped_calibration"]) == shipped
     # Shipped ones belong to the shipped drafter.
     assert set(corrections_of(resolve_options(profile, {"drafter": "other"}, {}))) == {"calibration"}
     write_profile("smollm2-135m", "[drafter]\npath = 'other'\n")
