@@ -194,5 +194,5 @@ def test_a_profile_that_asks_for_another_drafter_than_there_is_is_refused(write_
     write_profile("mine", f"[model]\npath = '{folder}'\n[drafter]\nkind = 'mtp'\n")
     with pytest.raises(UsageError, match=r"asks for a mtp drafter .*, which carries a dspark"):
         find_drafter(None, find_model("mine", user_paths()), user_paths())
-    with pytest.raises(UsageError, match="^shipped profile deepseek-v4-flash-preview asks for a mtp drafter"):
+    with pytest.raises(UsageError, match=r"^shipped profile deepseek-v4-flash-preview asks for a mtp drafter"):
         find_drafter(None, find_model(str(folder), user_paths(), "deepseek-v4-flash-preview"), user_paths())
