@@ -265,7 +265,7 @@ def _shards(folder: Path) -> list[Path]:
         return []
     try:
         return [folder / str(name) for name in set(json.loads(index.read_bytes())["weight_map"].values())]
-    except (OSError, KeyError, AttributeError, TypeError) as error:
+    except (OSError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise ValueError(f"{index}: {error}") from None
 
 
