@@ -396,4 +396,4 @@ def _names_used(source: str) -> set[str]:
 
 
 def _encode(tokenizer: Any, text: str) -> tuple[int, ...]:
-    return tuple(tokenizer.encode(text, add_special_tokens=False))
+    return tuple(tokenizer.encode(_sound(text), add_special_tokens=False))

@@ -177,7 +177,7 @@ def _is_tied(headers: Headers) -> bool:
 def _whole(config: dict[str, Any], key: str, default: Any = None) -> int:
     value = config.get(key)
     value = default if value is None else value
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 48:
         raise UnreadableHeader(f"{key} is {value!r}")
     return value
 

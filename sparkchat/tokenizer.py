@@ -13,6 +13,8 @@ from sparkchat import strict_json
 from sparkchat.errors import DamagedFile, ModelNotFound
 from sparkchat.gguf_tokenizer import RustErrors, build_tokenizer, end_token_ids, read_metadata
 
+_NO_LIMIT = int(1e30)
+"""What transformers takes for a tokenizer without one."""
 _OTHER_FILES = ("tokenizer.model", "vocab.json", "vocab.txt", "tiktoken.model", "tekken.json", "spiece.model")
 
 
@@ -36,14 +38,23 @@ def load_tokenizer(path: str | Path, *, cache_dir: str | Path | None = None) -> 
     """
     path = Path(path)
     if path.is_dir():
-        return replace(_from_folder(path), model_type=_model_type(path))
-    if not path.is_file():
+        loaded = replace(_from_folder(path), model_type=_model_type(path))
+    elif path.is_file():
+        loaded = _from_gguf(path, Path(cache_dir) if cache_dir is not None else None)
+    else:
         raise ModelNotFound(f"no model at {path}; give a checkpoint folder or a .gguf file")
+    if loaded.tokenizer is not None:
+        # The context is the limit; the tokenizer's own only warns, and fails where its file holds no number.
+        loaded.tokenizer.model_max_length = _NO_LIMIT
+    return loaded
+
+
+def _from_gguf(path: Path, cache_dir: Path | None) -> LoadedTokenizer:
     metadata = read_metadata(path)
     ends = end_token_ids(metadata.values)
     if not metadata.values.get("tokenizer.ggml.tokens") or "tokenizer.ggml.model" not in metadata.values:
         return LoadedTokenizer(None, ends, (_missing(path),))
-    tokenizer, notices = build_tokenizer(path, metadata, Path(cache_dir) if cache_dir is not None else None)
+    tokenizer, notices = build_tokenizer(path, metadata, cache_dir)
     return LoadedTokenizer(tokenizer, ends, notices)
 
 
@@ -104,7 +115,7 @@ def _folder_end_ids(folder: Path) -> tuple[int, ...]:
         if not (folder / name).is_file():
             continue
         ids = _read_object(folder / name).get("eos_token_id")
-        ids = [ids] if isinstance(ids, int) else ids or []
+        ids = ids if isinstance(ids, list) else [ids]
         if ids and all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
             return tuple(sorted(set(ids)))
     return ()

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from sparkchat.errors import DamagedFile
+from sparkchat.headers import Headers, Tensor, UnreadableHeader
+from sparkchat.memory_plan import Setting, plan_memory
 from sparkchat.models.hf_config import ConfigFile
 
 
@@ -16,3 +18,13 @@ def test_a_number_that_no_float_holds_is_refused(key: str, value: object) -> Non
     with pytest.raises(DamagedFile, match=f"{key} is .*must be a positive number") as caught:
         ConfigFile({key: value}, Path("config.json")).number(key)
     assert len(caught.value.message) < 200
+
+
+@pytest.mark.parametrize("key", ["hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings"])
+def test_no_plan_is_made_of_such_a_number(key: str) -> None:
+    names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "max_position_embeddings")
+    config = {"architectures": ["LlamaForCausalLM"], **dict.fromkeys(names, 4)}
+    table = (Tensor("model.embed_tokens.weight", "F32", (8, 4)),)
+    assert plan_memory(Headers(config, table), None, Setting("cpu")).weights > 0
+    with pytest.raises(UnreadableHeader, match=key):
+        plan_memory(Headers(config | {key: 10**400}, table), None, Setting("cpu"))

@@ -87,6 +87,7 @@ def test_folder_is_read_as_its_file_says(tmp_path: Path) -> None:
         ({"config.json": {"eos_token_id": 7}, "generation_config.json": {"eos_token_id": [9, 3, 9]}}, (3, 9)),
         ({"config.json": {"eos_token_id": 7}, "generation_config.json": {}}, (7,)),
         ({"config.json": {"eos_token_id": None}}, (IM_END,)),
+        ({"config.json": {"eos_token_id": 7}, "generation_config.json": {"eos_token_id": 1.5}}, (7,)),
     ],
 )
 def test_end_ids_of_a_folder(tmp_path: Path, files: dict[str, Any], expected: tuple[int, ...]) -> None:
@@ -94,6 +95,18 @@ def test_end_ids_of_a_folder(tmp_path: Path, files: dict[str, Any], expected: tu
     for name, content in files.items():
         (tmp_path / name).write_text(json.dumps(content))
     assert load_tokenizer(tmp_path).end_token_ids == expected
+
+
+@pytest.mark.parametrize(
+    "setting", [{"model_max_length": "long"}, {"model_max_length": 3}, {"chat_template": "\ud800x"}]
+)
+def test_settings_that_make_no_sense_stop_no_prompt(tmp_path: Path, setting: dict[str, Any], caplog: Any) -> None:
+    write_tokenizer(tmp_path, TokenizerSpec(chat_template=None))
+    path = tmp_path / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | setting))
+    prompt = render_prompt(load_tokenizer(tmp_path).tokenizer, [{"role": "user", "content": "hello there"}])
+    assert len(prompt.token_ids) > 3 or setting.keys() == {"chat_template"}
+    assert "longer than" not in caplog.text
 
 
 def test_folder_without_a_tokenizer(tmp_path: Path) -> None:
