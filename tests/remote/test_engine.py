@@ -354,6 +354,7 @@ def test_garbage_in_places_that_hold_numbers_harms_nothing(play: Play, connect: 
         chunk({"content": "Hello world!"}, usage={"completion_tokens": "many", "prompt_tokens": -1}),
         chunk({"content": 7, "reasoning": {}}, choice={"token_ids": ["x"], "stop_reason": []}),
         chunk({}, "stop", metrics={"speculative_decoding": {"num_spec_steps": "x", "acceptance_histogram": [-1]}}),
+        chunk({}, metrics={"speculative_decoding": {"num_spec_steps": 10**400, "mean_acceptance_length": 10**400}}),
         {"choices": "none", "usage": [], "timings": {"predicted_n": None, "draft_n": float(10)}, "sglext": 3},
         DONE,
     )
