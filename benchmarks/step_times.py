@@ -52,6 +52,7 @@ class Step:
     context: int
     """Cached tokens of all requests."""
     measured_ms: float
+    is_filtered: bool
 
 
 def main() -> None:
@@ -144,11 +145,12 @@ def answered(
                 sum(event["rows"] for event in events),
                 sum(event["prefix_len"] for event in events),
                 events[0]["step_ms"],
+                options.temperature > 0.0 and options.top_p < 1.0,
             )
 
 
 def predicted(table: CostLookup, step: Step) -> float:
-    costs = table.at(step.requests, step.context, step.drafting)
+    costs = table.at(step.requests, step.context, step.drafting, is_filtered=step.is_filtered)
     if step.drafting or costs.plain_ms is None:
         return costs.step_ms(step.rows)
     return costs.plain_ms

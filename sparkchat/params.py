@@ -171,10 +171,14 @@ class BatchCosts:
     step_ms: tuple[float, ...]
     plain_ms: float | None = None
     """A step of as many requests without drafting; None when not measured."""
+    filtered_ms: float = 0.0
+    """What top-k, top-p and min-p add to a step that drafts; 0 where the times are with filters."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.requests, int) or isinstance(self.requests, bool) or self.requests < 1:
             raise UsageError(f"cost table requests {self.requests!r} must be a whole number of 1 or more")
+        if not (is_number(self.filtered_ms) and self.filtered_ms >= 0):
+            raise UsageError(f"cost table filtered_ms {self.filtered_ms!r} must be a number of 0 or more")
         _check_costs(self.rows, self.step_ms)
 
 

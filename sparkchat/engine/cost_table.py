@@ -41,6 +41,8 @@ class StepCosts:
     """What the context adds for each row."""
     hull: tuple[tuple[int, float], ...] = ()
     """(rows, milliseconds) of the corners of the lower convex hull, for measured tables."""
+    filtered_ms: float = 0.0
+    """What filters add where drafts are drawn; not in the other times."""
 
     def step_ms(self, rows: int) -> float:
         """Milliseconds of a whole step that verifies ``rows`` >= 1 rows in all; non-decreasing.
@@ -119,15 +121,19 @@ class CostLookup:
     def times(self, first: int, count: int) -> np.ndarray:
         return self.at(1).times(first, count)
 
-    def at(self, requests: int, context: int = 0, drafting: int | None = None) -> StepCosts:
+    def at(
+        self, requests: int, context: int = 0, drafting: int | None = None, *, is_filtered: bool = False
+    ) -> StepCosts:
         """The costs of a step of ``requests`` requests with ``context`` cached tokens in all, ``drafting`` of which
-        draft (None: all).
+        draft (None: all); ``is_filtered``: some of them by filtered laws.
 
         Between two measured numbers of requests, costs at the same rows per request lie on the line between; beyond the
         last they go on as from the last two.
         """
         base, extra = self._known(requests), self.table.context
         saved = self._saved(requests, requests if drafting is None else drafting)
+        if is_filtered and drafting != 0:
+            saved -= base.filtered_ms
         more = 0 if extra is None else max(0, context - extra.tokens)
         if extra is None or not more:
             return replace(base, fixed_ms=-saved) if saved else base
@@ -162,7 +168,9 @@ class CostLookup:
         place = bisect_left([b.requests for b in batches], requests)
         if place < len(batches) and batches[place].requests == requests:
             found = batches[place]
-            return _with_hull(found.rows, found.step_ms, up, found.plain_ms, requests)
+            return replace(
+                _with_hull(found.rows, found.step_ms, up, found.plain_ms, requests), filtered_ms=found.filtered_ms
+            )
         if len(batches) == 1:
             low = high = batches[0]
         else:
@@ -220,7 +228,7 @@ def _cleaned(table: CostTable) -> list[BatchCosts]:
             ]
             times = list(accumulate(times, max))
             plain = plain if plain is None or fewer.plain_ms is None else max(plain, fewer.plain_ms)
-        found.append(BatchCosts(batch.requests, batch.rows, tuple(times), plain))
+        found.append(replace(batch, step_ms=tuple(times), plain_ms=plain))
     return found
 
 
@@ -236,7 +244,8 @@ def _between(low: BatchCosts, high: BatchCosts, requests: int, pads_up: bool) ->
 
     times = [line(*(_at(b.rows, b.step_ms, n * b.requests / requests, pads_up) for b in (low, high))) for n in rows]
     plain = None if low.plain_ms is None or high.plain_ms is None else line(low.plain_ms, high.plain_ms)
-    return _with_hull(tuple(rows), tuple(accumulate(times, max)), pads_up, plain, requests)
+    found = _with_hull(tuple(rows), tuple(accumulate(times, max)), pads_up, plain, requests)
+    return replace(found, filtered_ms=max(0.0, line(low.filtered_ms, high.filtered_ms)))
 
 
 def _with_hull(

@@ -278,10 +278,7 @@ def describe_cost(cost: CostLookup | None) -> dict[str, Any] | None:
         "source": table.source,
         "rows": list(table.rows),
         "step_ms": list(table.step_ms),
-        "batches": [
-            {"requests": b.requests, "rows": list(b.rows), "step_ms": list(b.step_ms), "plain_ms": b.plain_ms}
-            for b in table.batches
-        ],
+        "batches": [{**asdict(b), "rows": list(b.rows), "step_ms": list(b.step_ms)} for b in table.batches],
         "context": None if table.context is None else asdict(table.context),
         "plain_ms": table.plain_ms,
     }

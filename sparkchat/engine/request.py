@@ -71,6 +71,12 @@ class RequestState:
         return is_greedy(self.sampling.temperature)
 
     @property
+    def is_filtered(self) -> bool:
+        """Whether its laws are cut by top-k, top-p or min-p."""
+        s = self.sampling
+        return not self.is_greedy and (s.top_k > 0 or s.top_p < 1.0 or s.min_p > 0.0)
+
+    @property
     def is_reproducible(self) -> bool:
         """True when the tokens must not depend on batch mates: sampled, with a seed the user chose."""
         return self.sampling.seed is not None and not self.is_greedy

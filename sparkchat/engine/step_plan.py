@@ -151,7 +151,10 @@ def costs_of(
     draft; None means all.
     """
     table = planning_costs(pair, is_reproducible)
-    return None if table is None else table.at(len(states), sum(state.kv_len for state in states), drafting)
+    if table is None:
+        return None
+    cached, is_filtered = sum(state.kv_len for state in states), any(state.is_filtered for state in states)
+    return table.at(len(states), cached, drafting, is_filtered=is_filtered)
 
 
 def plain_theta(requests: int, cost: StepCosts | None) -> float | None:

@@ -152,6 +152,6 @@ def test_steps_are_timed_by_rows_that_differ(tiny_pair: Any) -> None:
         tokens, real = seen.pop()
         assert real == len(tokens) == num_rows
         assert is_drafting or len(set(tokens.tolist())) == count
-    decoder.time_stages(2, True, 7, Draws.SAMPLED, 1, context=65)
+    decoder.time_stages(2, True, 7, Draws.FILTERED, 1, context=65)
     assert places.pop().tolist() == [65, 66, 67, 68, 65, 66, 67]
     assert all(torch.equal(getattr(step.seats, name), value) for name, value in before.items())

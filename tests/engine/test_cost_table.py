@@ -144,6 +144,18 @@ def test_requests_that_pause_drafting_save_their_drafts():
     assert CostLookup(CostTable((1, 2), (5.0, 6.0))).at(4, 0, 1).step_ms(2) == 6.0
 
 
+def test_filters_cost_where_drafts_are_drawn():
+    batches = tuple(replace(batch, filtered_ms=ms) for batch, ms in zip(TABLES.batches, (0.3, 0.9), strict=True))
+    cost = CostLookup(replace(TABLES, batches=batches))
+    for requests, more in ((1, 0.3), (2, 0.5), (4, 0.9)):
+        plain, filtered = (cost.at(requests, 1100, is_filtered=cut) for cut in (False, True))
+        assert filtered.step_ms(2 * requests) == pytest.approx(plain.step_ms(2 * requests) + more)
+        assert filtered.plain_ms == plain.plain_ms
+    assert cost.at(4, 0, 0, is_filtered=True).step_ms(4) == cost.at(4, 0, 0).step_ms(4)
+    assert cost.at(1, is_filtered=True).planned_ms(2) == pytest.approx(11.3)
+    assert CostLookup(TABLES).at(4, is_filtered=True) == CostLookup(TABLES).at(4)
+
+
 def test_a_profiles_table_counts_for_any_number_of_requests():
     cost = CostLookup(TABLE)
     assert cost.most_requests is None

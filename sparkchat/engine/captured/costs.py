@@ -21,11 +21,11 @@ MOST_POINTS = 24
 
 
 def captured_costs(decoder: CapturedDecoder, block: int, counts: Sequence[int]) -> CostTable:
-    """Milliseconds of steps of so many requests (ascending from 1), with and without drafting, by rows, and what a
-    cached token adds."""
+    """Milliseconds of steps of so many requests (ascending from 1), with and without drafting, by rows, and what
+    filters and a cached token add."""
 
-    def time(count: int, is_drafting: bool, rows: int, context: int = 1) -> float:
-        return decoder.time_stages(count, is_drafting, rows, Draws.SAMPLED, REPEATS, context)
+    def time(count: int, is_drafting: bool, rows: int, context: int = 1, draws: Draws = Draws.SAMPLED) -> float:
+        return decoder.time_stages(count, is_drafting, rows, draws, REPEATS, context)
 
     batches, is_thinned = [], False
     for count in counts:
@@ -33,7 +33,10 @@ def captured_costs(decoder: CapturedDecoder, block: int, counts: Sequence[int]) 
         rows = thinned(tiers if tiers[0] == count else [count, *tiers])
         is_thinned |= len(rows) < len(tiers)
         times = tuple(time(count, True, n) for n in rows)
-        batches.append(BatchCosts(count, rows, times, time(count, False, count)))
+        # Filters cost by the laws that are drawn from; a middle number of rows stands for all.
+        half = len(rows) // 2
+        filtered_ms = max(0.0, time(count, True, rows[half], draws=Draws.FILTERED) - times[half])
+        batches.append(BatchCosts(count, rows, times, time(count, False, count), filtered_ms))
     more = min(LONG_TOKENS, decoder.context - block - 2) // _SAME_PLACE * _SAME_PLACE
     context = None
     if more > 0:

@@ -139,7 +139,8 @@ class CapturedDecoder:
             self._prepare_draft(count, draws)
         self._prepare_verify(num_rows, draws, shares)
         times = []
-        with strangers(self._step, count, num_rows, is_drafting=draft, context=context):
+        is_filtered = draws is Draws.FILTERED
+        with strangers(self._step, count, num_rows, is_drafting=draft, context=context, is_filtered=is_filtered):
             for _ in range(repeats):
                 # Marks of its own: a step may be in flight.
                 started, ended = new_event(self._pair.device), new_event(self._pair.device)
@@ -292,11 +293,9 @@ class CapturedDecoder:
 
 
 def _draws_of(states: Sequence[RequestState]) -> Draws:
-    sampled = [s.sampling for s in states if not s.is_greedy]
-    if not sampled:
+    if all(s.is_greedy for s in states):
         return Draws.GREEDY
-    is_filtered = any(p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0 for p in sampled)
-    return Draws.FILTERED if is_filtered else Draws.SAMPLED
+    return Draws.FILTERED if any(s.is_filtered for s in states) else Draws.SAMPLED
 
 
 def _planned(index: int, budgets: BatchBudgets) -> int:

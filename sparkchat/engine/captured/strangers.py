@@ -21,10 +21,14 @@ _ENDLESS = 1 << 40
 
 
 @contextmanager
-def strangers(step: CapturedStep, count: int, num_rows: int, *, is_drafting: bool, context: int = 1) -> Iterator[None]:
+def strangers(
+    step: CapturedStep, count: int, num_rows: int, *, is_drafting: bool, context: int = 1, is_filtered: bool = False
+) -> Iterator[None]:
     """``count`` requests whose verification has ``num_rows`` rows; a plain step has one of each.
 
     ``context``: tokens that each has cached, of which nothing was ever computed: attention takes as long over zeros.
+    ``is_filtered``: with top-k and top-p as chats have them. Without top-k these laws, of no text at all, would keep
+    far more tokens than those of a text do, and take far longer.
     """
     seats, inputs = step.seats, step.inputs
     names = [field.name for field in fields(seats)]
@@ -38,8 +42,8 @@ def strangers(step: CapturedStep, count: int, num_rows: int, *, is_drafting: boo
         "cache_row": step.spare_row,
         "draft_row": step.spare_draft_row,
         "temperature": 1.0,
-        "top_k": 0,
-        "top_p": 1.0,
+        "top_k": 20 if is_filtered else 0,
+        "top_p": 0.8 if is_filtered else 1.0,
         "min_p": 0.0,
         "seeds": place,
         "rounds": 1,
