@@ -12,7 +12,16 @@ from functools import cached_property
 from sparkchat.engine.lagged_plan import Budget, admit, choose_budget, past_blocks
 from sparkchat.engine.pair import LoadedPair
 from sparkchat.engine.request import RequestState
-from sparkchat.engine.step_plan import StepIntent, StepLengths, costs_of, is_planned, own_cap, plain_theta
+from sparkchat.engine.step_plan import (
+    StepIntent,
+    StepLengths,
+    costs_of,
+    is_planned,
+    own_cap,
+    paused,
+    plain_ms,
+    plain_theta,
+)
 
 
 @dataclass(frozen=True)
@@ -24,6 +33,8 @@ class BatchBudgets:
     their block are verified, or may be committed."""
     sharing: tuple[int, ...]
     shared: Budget | None
+    paused_ms: float | None = None
+    """How long the step takes, for requests that would be planned and do not draft; None where that is not known."""
 
     @cached_property
     def _shares(self) -> frozenset[int]:
@@ -63,7 +74,7 @@ def choose_budgets(
             own[i] = replace(alone, drafts=max(alone.drafts, intent.floor), plain_theta=plain_theta(1, cost))
     sharing = tuple(i for i, intent in enumerate(intents) if i not in own and is_planned(states[i], intent))
     if not sharing:
-        return BatchBudgets(own, (), None)
+        return BatchBudgets(own, (), None, plain_ms(states, intents, pair))
     rows, tokens, is_shared = 0, 0.0, frozenset(sharing)
     for i, intent in enumerate(intents):
         if i not in is_shared:
@@ -76,8 +87,8 @@ def choose_budgets(
     shared = choose_budget(newest, cost, rows, tokens, older)
     shared = replace(shared, plain_theta=plain_theta(len(states), cost))
     if len(sharing) == 1:
-        return BatchBudgets(own | {sharing[0]: shared}, (), None)
-    return BatchBudgets(own, sharing, shared)
+        return BatchBudgets(own | {sharing[0]: shared}, (), None, shared.predicted_ms)
+    return BatchBudgets(own, sharing, shared, shared.predicted_ms)
 
 
 def choose_lagged(
@@ -93,13 +104,15 @@ def choose_lagged(
     if budgets.shared is not None:
         lens = admit([survival[i] for i in sharing], [intents[i].limit for i in sharing], budgets.shared.drafts)
         given |= dict(zip(sharing, lens, strict=True))
-    return [lengths_of(intent, given.get(i), budgets.of(i)) for i, intent in enumerate(intents)]
+    return [lengths_of(intent, given.get(i), budgets.of(i), budgets.paused_ms) for i, intent in enumerate(intents)]
 
 
-def lengths_of(intent: StepIntent, planned: int | None, budget: Budget | None) -> StepLengths:
+def lengths_of(
+    intent: StepIntent, planned: int | None, budget: Budget | None, paused_ms: float | None = None
+) -> StepLengths:
     """``planned``: drafts to verify, or in cap-accept to commit at most; None where nothing is planned."""
     if planned is None or budget is None:
-        return StepLengths(intent.draft_len, None, None, None, None)
+        return paused(intent, paused_ms) or StepLengths(intent.draft_len, None, None, None, None)
     is_cap = intent.mode == "cap-accept"
     return StepLengths(
         verify_len=intent.draft_len if is_cap else planned,

@@ -123,9 +123,20 @@ def choose_lengths(
         )
         for i, length in zip(shared, joint.verify_lens, strict=True):
             plans[i] = (length, joint, plain_theta(len(states), cost))
+    paused_ms = joint.predicted_ms if shared else plain_ms(states, intents, pair)
     return [
-        _lengths(state, intent, plans.get(i)) for i, (state, intent) in enumerate(zip(states, intents, strict=True))
+        paused(intent, paused_ms) or _lengths(state, intent, plans.get(i))
+        for i, (state, intent) in enumerate(zip(states, intents, strict=True))
     ]
+
+
+def paused(intent: StepIntent, predicted_ms: float | None) -> StepLengths | None:
+    """What a request does that would be planned, and does not draft: a plain step of known length; None for others."""
+    return StepLengths(0, None, None, predicted_ms, None) if is_paused(intent) else None
+
+
+def is_paused(intent: StepIntent) -> bool:
+    return intent.mode_requested == "compact" and not intent.draft_len
 
 
 def is_planned(state: RequestState, intent: StepIntent) -> bool:
@@ -155,6 +166,14 @@ def costs_of(
         return None
     cached, is_filtered = sum(state.kv_len for state in states), any(state.is_filtered for state in states)
     return table.at(len(states), cached, drafting, is_filtered=is_filtered)
+
+
+def plain_ms(states: Sequence[RequestState], intents: Sequence[StepIntent], pair: LoadedPair) -> float | None:
+    """What a step takes in which nobody drafts and somebody pauses; None for other steps, and when not measured."""
+    if any(intent.draft_len for intent in intents) or not any(map(is_paused, intents)):
+        return None
+    cost = costs_of(states, pair)
+    return None if cost is None else cost.plain_ms
 
 
 def plain_theta(requests: int, cost: StepCosts | None) -> float | None:

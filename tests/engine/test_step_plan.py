@@ -217,3 +217,23 @@ def test_a_starved_request_is_verified_beside_likelier_ones() -> None:
 def test_without_a_table_nothing_is_trimmed() -> None:
     (chosen,) = choose_lengths([state()], [planned()], [[0.1] * 5], pair())
     assert (chosen.verify_len, chosen.predicted_ms, chosen.predicted_theta) == (BLOCK, None, None)
+
+
+@pytest.mark.parametrize("choose", [choose_lengths, choose_lagged])
+def test_requests_that_pause_are_told_how_long_the_step_takes(choose: Any) -> None:
+    one, four = BatchCosts(1, (1, 6), (12.0, 15.0), 10.0), BatchCosts(4, (4, 24), (24.0, 60.0), 16.0)
+    table = CostLookup(CostTable(one.rows, one.step_ms, "measured", 10.0, (one, four), False))
+    states, ready = [state(mode_override="compact") for _ in range(4)], pair(cost=table)
+    resting = StepIntent("off", "compact", 0, 0, REASON_DOES_NOT_PAY)
+    found = choose(states, [resting] * 4, [[]] * 4, ready)
+    assert {(c.verify_len, c.predicted_ms, c.predicted_theta) for c in found} == {(0, 16.0, None)}
+    # One of them drafts: what the drafts of three would take is saved, and all are told the same.
+    doubtful = [0.0] * BLOCK
+    found = choose(states, [planned(), resting, resting, resting], [doubtful, [], [], []], ready)
+    verified = found[0].verify_len
+    assert {c.predicted_ms for c in found} == {table.at(4, 8, 1).step_ms(4 + verified)}
+    assert table.at(4, 8, 1).step_ms(4) == pytest.approx(24.0 - 8.0 + 2.0)
+    # Somebody who drafts without a plan: the table knows no such step.
+    found = choose(states[:2], [planned("static"), resting], [doubtful, []], ready)
+    assert found[1].predicted_ms is None
+    assert choose(states[:2], [StepIntent("off", "off", 0, 0, None), resting], [[], []], ready)[0].predicted_ms is None

@@ -254,7 +254,7 @@ class CapturedDecoder:
                 continue
             budget = flying.budgets.of(index)
             planned = None if budget is None else outcome.verify_len
-            lengths = lengths_of(intent, planned, budget)
+            lengths = lengths_of(intent, planned, budget, flying.budgets.paused_ms)
             state.round = seat.read()
             if not outcome.is_draft_sound and intent.draft_len:
                 state.finish("error", error=DAMAGED_DRAFTER)
