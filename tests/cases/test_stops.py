@@ -33,9 +33,9 @@ def with_ends(folder: Path, source: Path, config_eos: Any, generation_eos: Any) 
 DECLARED: dict[str, Callable[[int, int], tuple[Any, Any]]] = {
     # name: (end token, another live token) -> eos_token_id of config.json and of generation_config.json
     "one-in-config": lambda end, other: (end, None),
-    "list-in-both": lambda end, other: ([1001, 1002, end], [1001, 1002, end]),
-    "list-only-in-generation-config": lambda end, other: (None, [1001, 1002, end]),
-    "generation-config-wins": lambda end, other: (other, [1001, end]),
+    "list-in-both": lambda end, other: ([571, 572, end], [571, 572, end]),
+    "list-only-in-generation-config": lambda end, other: (None, [571, 572, end]),
+    "generation-config-wins": lambda end, other: (other, [571, end]),
 }
 
 
@@ -51,7 +51,7 @@ class Ends:
 
 @pytest.fixture
 def ends(mix_folders: dict[str, Path], build_once: Callable[..., Any], runner: OpenRunner) -> Ends:
-    return build_once("ends", lambda _: choose_ends(runner(mix_folders["target"], mix_folders["oracle"])))
+    return build_once("ends", lambda _: choose_ends(runner(mix_folders["target"], concurrency=60)))
 
 
 def choose_ends(opened: Runner) -> Ends:
@@ -80,7 +80,7 @@ def test_answer_is_the_plain_one_up_to_its_first_end_token(
         {"prompt_ids": p, "mode": ALL_MODES[n % 4], "max_tokens": MAX_TOKENS, "block_size": 1 + n // 4 % 5}
         for n, p in enumerate(ends.prompts)
     ]
-    for outcome, run in zip(runner(target, mix_folders[kind], concurrency=16).watch(lines), ends.endless, strict=True):
+    for outcome, run in zip(runner(target, mix_folders[kind], concurrency=60).watch(lines), ends.endless, strict=True):
         check_end(outcome, run, ends.end)
 
 
