@@ -17,6 +17,7 @@ from torch import Tensor
 
 from sparkchat.engine.cache_file import read_json, write_json
 from sparkchat.errors import DamagedFile, UsageError
+from sparkchat.finite import is_number
 from sparkchat.params import Correction
 
 NUM_BINS = 20
@@ -236,7 +237,7 @@ def load_temperatures(folder: Path, key: str) -> tuple[tuple[float, ...] | None,
 
 
 def _is_positive(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+    return is_number(value) and value > 0
 
 
 def _path(folder: Path, key: str) -> Path:

@@ -13,8 +13,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sparkchat.kernels.launch import starts_early
-
 SWITCH = "SPARKCHAT_WEIGHTS_AHEAD"
 """In the environment: 1 calls weights ahead. Not on by itself: it has not been measured."""
 MOST_PIECES = 4
@@ -39,9 +37,14 @@ class Lane:
 
         Where kernels start early (launch.overlap), products call their own weights, and nothing is done here.
         """
-        if self._side is None or starts_early(is_streaming=False):
+        if self._side is None:
             return
+        # Triton is not there where there is no GPU.
         from sparkchat.kernels.ahead.kernel import launch_call_ahead
+        from sparkchat.kernels.launch import starts_early
+
+        if starts_early(is_streaming=False):
+            return
 
         self._side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._side):
