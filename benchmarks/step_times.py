@@ -5,8 +5,8 @@
         [--temperature F] [--top-p F] [--repetition F] [--out FILE.json]
 
 The table is measured first, as ``sparkchat tune --cost`` does it, or with --quick as a first start does. Then requests
-answer held-out chats behind prompts of every length in --contexts, in the modes off, static with one draft, static and
-compact, and every step is set beside what the table says of its requests, those of them that drafted, its rows and its
+answer held-out chats behind prompts of every length in --contexts, in the modes off, static and compact,
+and every step is set beside what the table says of its requests, those of them that drafted, its rows and its
 cached tokens. Prompts are kept between answers, so that most of the time goes into steps. A cell is the median over its
 steps; those that are further off than 10 % are marked. Leave the machine alone meanwhile.
 """
@@ -32,7 +32,6 @@ from sparkchat.params import GenerateRequest, SamplingParams
 
 ARMS: tuple[tuple[str, Any, int | None], ...] = (
     ("off", "off", None),
-    ("static-1", "static", 1),
     ("static", "static", None),
     ("compact", "compact", None),
 )

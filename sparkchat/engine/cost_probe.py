@@ -35,7 +35,8 @@ REPEATS = 8
 TUNE_SECONDS = 4.0
 """For each number of requests when the user asks for a table."""
 TUNE_REPEATS = 32
-LONG_TOKENS = 1024
+LONG_TOKENS, LEAST_LONG_TOKENS = 1024, 128
+"""Cached tokens of all requests behind a long context, and of each of many."""
 PROMPT_TOKENS = 64
 """Cached tokens of all probe requests together."""
 PENDING_ROWS = 2
@@ -140,30 +141,35 @@ def measure(
     budget, turns = BUDGET_SECONDS if seconds is None else seconds, REPEATS if repeats is None else repeats
     ends, parts = time.monotonic() + budget, len(counts) + 1
     lengths: list[Length] = [None, *_outside_in(block)]
-    context: ContextCosts | None = None
-    batches = []
+    batches: list[BatchCosts] = []
+    times: dict[Length, float] = {}
     for number, count in enumerate(counts):
         # What one part leaves of its share goes to the others.
-        share = (ends - time.monotonic()) / (parts - number - (number > 0))
+        share = (ends - time.monotonic()) / (parts - number)
         times = _time_lengths(pair, count, block, lengths, share, PROMPT_TOKENS, turns)
         filled = sorted(_filled(times).items())
         rows, step_ms = tuple(count * (n + 1) for n, _ in filled), tuple(ms for _, ms in filled)
         batches.append(BatchCosts(count, rows, step_ms, times.get(None)))
-        left = ends - time.monotonic()
-        if number == 0 and (times[0] + times[block]) / 1e3 < left / (parts - 1):
-            context = _context_costs(pair, block, times, left / (parts - 1), turns)
+    left = ends - time.monotonic()
+    has_time = (times[0] + times[block]) / 1e3 < left
+    context = _context_costs(pair, counts[-1], block, times, left, turns) if has_time else None
     return table_of(batches, pads_up=False, context=context)
 
 
 def _context_costs(
-    pair: LoadedPair, block: int, short: Mapping[Length, float], seconds: float, repeats: int
+    pair: LoadedPair, count: int, block: int, short: Mapping[Length, float], seconds: float, repeats: int
 ) -> ContextCosts | None:
-    """What a cached token adds, from one request behind a long context; None where there is no room for one."""
-    tokens = min(LONG_TOKENS, pair.context - 1)
-    if tokens < 2 * PROMPT_TOKENS:
+    """What a cached token adds, from ``count`` requests behind long contexts; None where there is no room for any.
+
+    Of the most requests that may run together: their contexts lie further apart than that of one, and cost half as much
+    again a token.
+    """
+    each = min(max(LONG_TOKENS // count, LEAST_LONG_TOKENS), pair.context - 1)
+    base = max(PROMPT_TOKENS, PENDING_ROWS * count)
+    if each * count < 2 * base:
         return None
-    long = _time_lengths(pair, 1, block, [0, block], seconds, tokens, repeats)
-    return context_costs(PROMPT_TOKENS, tokens, block, [(short[n], long[n]) for n in (0, block)])
+    long = _time_lengths(pair, count, block, [0, block], seconds, each * count, repeats)
+    return context_costs(base, each * count, block, [(short[n], long[n]) for n in (0, block)])
 
 
 def _outside_in(last: int) -> list[int]:
