@@ -90,7 +90,7 @@ def test_the_lagged_budget_is_lossless_over_cliffed_costs(requests, cases, costs
 
 @pytest.mark.parametrize(("requests", "cases"), [(1, 400), (2, 60)])
 def test_a_budget_by_this_steps_confidences_is_not_lossless(requests, cases):
-    assert worst_distance(requests, cases, budget_of_now) > 0.01
+    assert worst_distance(requests, cases, budget_of_now, enough=0.01) > 0.01
 
 
 def test_the_early_stop_does_verify_in_these_cases():
@@ -103,7 +103,7 @@ def test_the_early_stop_does_verify_in_these_cases():
 
 @pytest.mark.parametrize(("requests", "cases"), [(1, 400), (2, 60)])
 def test_the_global_search_is_not_lossless_over_cliffed_costs(requests, cases):
-    assert worst_distance(requests, cases, global_search) > 0.01
+    assert worst_distance(requests, cases, global_search, enough=0.01) > 0.01
 
 
 def test_the_papers_example_by_enumeration():
