@@ -10,6 +10,7 @@ dropped, and its seat goes to another in the order of the stream.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -36,10 +37,15 @@ from sparkchat.engine.pair import LoadedPair
 from sparkchat.engine.records import StepTimes, step_event
 from sparkchat.engine.request import RequestState
 from sparkchat.engine.step_plan import StepIntent, StepLengths, intend
+from sparkchat.models.fused import MOST_SMALL_ROWS
 from sparkchat.params import Mode
 from sparkchat.simulation import SimulatedAcceptance
 
 Event = dict[str, Any]
+SETTLING_MS = 200.0
+"""For which steps of many rows run before they are timed. They are bound by arithmetic, which takes an H200 to its
+limit of power: 32 requests of 8 rows run at 1.45 to 1.65 GHz, not at the 1.98 of the first replays, a quarter slower
+(benchmarks/results/2026-11-30-gpu-decode.md)."""
 _KINDS = {"off": STATIC, "static": STATIC, "compact": COMPACT, "cap-accept": CAP}
 
 
@@ -132,16 +138,19 @@ class CapturedDecoder:
         self, count: int, draft: bool, num_rows: int, draws: Draws, repeats: int, context: int = 1
     ) -> float:
         """Median milliseconds of a step of requests that nobody made, each with ``context`` tokens cached: for the cost
-        table."""
+        table. Steps of many rows are timed as they are when a GPU has run them for a while."""
         count, num_rows = round_up(count, self._requests), round_up(num_rows, self._rows)
         draws, shares = self._kind(draws), draft and count > 1
         if draft:
             self._prepare_draft(count, draws)
         self._prepare_verify(num_rows, draws, shares)
-        times = []
+        times: list[float] = []
         is_filtered = draws is Draws.FILTERED
+        settling_ms = SETTLING_MS if self._pair.device.type == "cuda" and num_rows > MOST_SMALL_ROWS else 0.0
         with strangers(self._step, count, num_rows, is_drafting=draft, context=context, is_filtered=is_filtered):
-            for _ in range(repeats):
+            while len(times) < repeats or sum(times) < settling_ms:
+                # Every one behind the same context.
+                self._step.seats.kv_len.fill_(context)
                 # Marks of its own: a step may be in flight.
                 started, ended = new_event(self._pair.device), new_event(self._pair.device)
                 started.record()
@@ -152,7 +161,7 @@ class CapturedDecoder:
                 ended.synchronize()
                 times.append(started.elapsed_time(ended))
         self.interrupt()
-        return sorted(times)[len(times) // 2]
+        return statistics.median_low(times[-repeats:])
 
     def _surely_ends(self, state: RequestState, flying: InFlight | None) -> bool:
         """The step in flight delivers this request's last token, whatever else it does."""
