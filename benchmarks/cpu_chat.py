@@ -178,7 +178,8 @@ def summarize(records: dict[str, list[dict[str, Any]]], engine: Engine, options:
     return {
         "arms": arms,
         "ratios": {f"{a}/{b}": ratio(records[a], records[b]) for a, b in pairs if a in records and b in records},
-        "settings": {k: str(v) for k, v in vars(options).items()},
+        # Of files their names: a report says nothing of the machine's folders.
+        "settings": {k: v.name if isinstance(v, Path) else v for k, v in vars(options).items()},
         "engine": engine.info,
         "machine": {"cpu": cpu_name(), "cores": os.cpu_count(), "platform": platform.platform()},
         "commit": subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip(),

@@ -31,7 +31,7 @@ from sparkchat.params import BatchCosts, ContextCosts, CostTable, GenerateReques
 
 BUDGET_SECONDS = 2.0
 """For the whole table. A model too slow for it gets every length that bounds the others timed once."""
-REPEATS = 8
+REPEATS = 16
 TUNE_SECONDS = 4.0
 """For each number of requests when the user asks for a table."""
 TUNE_REPEATS = 32
