@@ -51,11 +51,11 @@ class SlowMachine:
 
 
 def test_a_table_of_every_length_on_a_quick_machine(tiny: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = SlowMachine(monkeypatch, 0.01, 0.001)
+    machine = SlowMachine(monkeypatch, 0.005, 0.0005)
     table = measure(tiny.engine.pair, [1], tiny.engine.pair.block_size)
     assert table.rows == (1, 2, 3, 4, 5, 6)
-    assert table.step_ms == pytest.approx([11, 12, 13, 14, 15, 16])
-    assert table.plain_ms == pytest.approx(10)
+    assert table.step_ms == pytest.approx([5.5, 6, 6.5, 7, 7.5, 8])
+    assert table.plain_ms == pytest.approx(5)
     assert table.source == "measured"
     turns = cost_probe.REPEATS + 1
     # Those that bound the others are timed behind a long context as well.
