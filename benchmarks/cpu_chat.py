@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from sparkchat.catalog import load_profile
+from sparkchat.collector import STEP_OBJECTS, set_aside
 from sparkchat.engine.engine import Engine
 from sparkchat.params import GenerateRequest, LoadSpec, SamplingParams
 from sparkchat.paths import user_paths
@@ -47,6 +48,7 @@ def main() -> None:
     records: dict[str, list[dict[str, Any]]] = {name: [] for name in arms}
     for arm in arms.values():
         arm.answer(prompts[0])  # warm-up, not counted
+    set_aside(STEP_OBJECTS)  # as the engine's own process does
     names = list(arms)
     for number, prompt in enumerate(prompts):
         for name in names[number % len(names) :] + names[: number % len(names)]:

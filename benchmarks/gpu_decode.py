@@ -38,6 +38,7 @@ from gpu_report import table  # noqa: E402
 from gpu_state import Probe, breakdown, clocks  # noqa: E402
 from gpu_timing import machine  # noqa: E402
 
+from sparkchat.collector import STEP_OBJECTS, set_aside  # noqa: E402
 from sparkchat.engine import engine as engine_module  # noqa: E402
 from sparkchat.engine.captured.build import build_decoder  # noqa: E402
 from sparkchat.engine.engine import Engine  # noqa: E402
@@ -87,9 +88,11 @@ def opened(**settings: Any) -> Iterator[Engine]:
     """An engine of random weights in the shapes, and its memory given back."""
     spec = {"device": "cuda", "context": 2304, "dummy_weights": True, "concurrency": 1, **settings}
     engine = Engine(LoadSpec("qwen3-8b", str(SHAPES), **spec))
+    set_aside(STEP_OBJECTS)  # as the engine's own process does
     try:
         yield engine
     finally:
+        gc.unfreeze()
         engine.close() if hasattr(engine, "close") else None
         del engine
         gc.collect()

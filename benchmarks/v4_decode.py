@@ -35,6 +35,7 @@ import v4_shapes  # noqa: E402
 import v4_table  # noqa: E402
 from v4_rank import lone_rank  # noqa: E402
 
+from sparkchat.collector import STEP_OBJECTS, set_aside  # noqa: E402
 from sparkchat.engine import engine as engine_module  # noqa: E402
 from sparkchat.engine.captured.build import build_decoder  # noqa: E402
 from sparkchat.engine.engine import Engine  # noqa: E402
@@ -113,9 +114,11 @@ class Bench:
         group = getattr(getattr(engine.pair.target, "inner", engine.pair.target), "group", None)
         told = {"load_ms": engine.load_ms, "kernels": engine.info["kernels"], "sums": type(group).__name__}
         self.add(part, "start", seconds=time.perf_counter() - began, **told, **graphs_of(engine))
+        set_aside(STEP_OBJECTS)  # as the engine's own process does
         try:
             yield engine
         finally:
+            gc.unfreeze()
             if engine._captured is not None:
                 engine._captured.drain()
                 engine._captured.stages.close()

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from sparkchat.collector import STEP_OBJECTS, set_aside
 from sparkchat.engine.captured.build import StepShape, open_step
 from sparkchat.engine.captured.shared import FollowedSteps, own_stages
 from sparkchat.engine.pair import LoadedPair
@@ -155,6 +156,7 @@ def _follow(channel: Channel) -> None:
     channel.send({"event": "started"})
     group = join_group(join["meeting"], join["rank"], join["size"], device)
     follower = Follower(group, device, channel.commands.get())
+    set_aside(STEP_OBJECTS)
     channel.send({"event": "loaded"})
     while (command := channel.commands.get())["op"] != "leave":
         follower.obey(command)

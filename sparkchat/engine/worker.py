@@ -14,6 +14,7 @@ import threading
 import traceback
 from typing import Any
 
+from sparkchat.collector import STEP_OBJECTS, set_aside
 from sparkchat.errors import NotEnoughMemory, SparkchatError
 from sparkchat.params import GenerateRequest, LoadSpec
 from sparkchat.strict_json import dumps, loads
@@ -94,6 +95,7 @@ def _is_out_of_memory(error: Exception) -> bool:
 def _serve(channel: Channel) -> None:
     spec = LoadSpec.from_json(channel.commands.get()["spec"])
     engine = _load(spec, channel)
+    set_aside(STEP_OBJECTS)
     channel.send({"event": "ready", "info": engine.info})
     while True:
         while not engine.has_work or not channel.commands.empty():

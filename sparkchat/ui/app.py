@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import threading
 from collections.abc import Callable, Iterable
@@ -18,6 +17,7 @@ from textual.screen import Screen
 from textual.widget import Widget
 
 from sparkchat.client import EngineClient
+from sparkchat.collector import set_aside
 from sparkchat.config import RunConfig
 from sparkchat.errors import SparkchatError
 from sparkchat.paths import user_paths
@@ -154,7 +154,7 @@ class SparkApp(App[int]):
         self.chat.begin(self._load_keymap())
         self.transcript.update_rows()
         watch_stops(self)
-        self.call_after_refresh(_set_aside_what_stays)
+        self.call_after_refresh(set_aside, YOUNG_OBJECTS)
 
     def on_unmount(self) -> None:
         self.chat.close()
@@ -443,13 +443,6 @@ class SparkApp(App[int]):
 YOUNG_OBJECTS = 4000
 """Drawing leaves nothing to the collector, a key some forty objects. More than an update holds at once: at the usual
 700 what it is about to let go of would be moved to the old ones first."""
-
-
-def _set_aside_what_stays() -> None:
-    """What the libraries have built lives as long as the program: the collector need not look through it again."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(YOUNG_OBJECTS, 10, 10)
 
 
 def run_tui(config: RunConfig, make_engine: Callable[[], Engine] | None = None) -> int:

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from sparkchat.client import EngineClient
+from sparkchat.engine import worker
 from sparkchat.params import GenerateRequest, LoadSpec, SamplingParams
 
 Record = dict[str, Any]
@@ -55,6 +60,34 @@ def write(client: EngineClient, line: bytes) -> None:
 
 def request(**fields: Any) -> Record:
     return {"op": "generate", "request": {"id": "bad", "prompt_ids": [301], "sampling": {}, **fields}}
+
+
+class Quiet:
+    """A channel that asks for nothing but the end."""
+
+    def __init__(self) -> None:
+        self.commands: queue.SimpleQueue[Record] = queue.SimpleQueue()
+        self.commands.put({"spec": LoadSpec(name="tiny", model_path="none").to_json()})
+        self.commands.put({"op": "shutdown"})
+        self.told: list[str] = []
+
+    def send(self, *events: Record) -> None:
+        self.told += [event["event"] for event in events]
+
+
+def test_what_was_loaded_is_set_aside_before_the_first_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    channel = Quiet()
+    monkeypatch.setattr(worker, "_load", lambda spec, channel: SimpleNamespace(info={}, has_work=False))
+    monkeypatch.setattr(worker, "set_aside", lambda count: channel.told.append("set aside"))
+    worker._serve(channel)  # type: ignore[arg-type]
+    assert channel.told == ["set aside", "ready"]
+
+
+def test_setting_aside_leaves_the_collector_little_to_look_at() -> None:
+    code = "import gc, json; from sparkchat.collector import set_aside; set_aside(1234); "
+    code += "print(gc.get_freeze_count() > 1000, len(gc.get_objects()) < 100, gc.get_threshold()[0])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True", "True", "1234"]
 
 
 BAD_REQUESTS: list[Any] = [
