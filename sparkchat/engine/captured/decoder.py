@@ -43,9 +43,9 @@ from sparkchat.simulation import SimulatedAcceptance
 
 Event = dict[str, Any]
 SETTLING_MS = 200.0
-"""For which steps of many rows run before they are timed. They are bound by arithmetic, which takes an H200 to its
-limit of power: 32 requests of 8 rows run at 1.45 to 1.65 GHz, not at the 1.98 of the first replays, a quarter slower
-(benchmarks/results/2026-11-30-gpu-decode.md)."""
+"""For which steps of many rows run before they are timed; chosen, not tuned. They are bound by arithmetic, which takes
+an H200 to its limit of power: 32 requests of 8 rows run at 1.45 to 1.65 GHz, not at the 1.98 of the first replays, a
+quarter slower (benchmarks/results/2026-11-30-gpu-decode.md)."""
 _KINDS = {"off": STATIC, "static": STATIC, "compact": COMPACT, "cap-accept": CAP}
 
 

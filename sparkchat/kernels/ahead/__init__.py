@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 SWITCH = "SPARKCHAT_WEIGHTS_AHEAD"
-"""In the environment: 1 calls weights ahead. Not on by itself: it has not been measured."""
+"""In the environment: 1 calls weights ahead. Not on by itself: what was measured speaks against it, though not side by
+side (benchmarks/results/2026-11-30-v4-two-gpus.md)."""
 MOST_PIECES = 4
 """Of memory, that one launch asks for."""
 

@@ -16,6 +16,19 @@ _MOST_GROUPED = 8
 
 
 @triton.jit
+def _place(
+    position, cache_row, pages_ptr, page_stride, slot_stride, pages_stride, capacity, page_size, PAGED: tl.constexpr
+):
+    # Where a layer's keys and values of this position begin.
+    slot = position % capacity
+    page = cache_row
+    if PAGED:
+        page = tl.load(pages_ptr + cache_row * pages_stride + slot // page_size).to(tl.int64)
+        slot = slot % page_size
+    return page * page_stride + slot * slot_stride
+
+
+@triton.jit
 def _load_pairs(qkv_ptr, GROUP: tl.constexpr, DIM: tl.constexpr):
     # [GROUP, DIM/2] twice, from GROUP heads side by side: the numbers of a pair lie next to each other.
     at = tl.arange(0, GROUP)[:, None] * DIM + tl.arange(0, DIM)[None, :]
@@ -65,12 +78,10 @@ def _write_qkv_groups(
         tl.store(q_ptr + (row * HEADS + head + nth) * DIM + dim, both.to(q_ptr.dtype.element_ty))
     else:
         if cache_row >= 0:
-            slot = position % capacity
-            page = cache_row
-            if PAGED:
-                page = tl.load(pages_ptr + cache_row * pages_stride + slot // page_size).to(tl.int64)
-                slot = slot % page_size
-            out = cache_ptr + page * page_stride + slot * slot_stride + (head - HEADS + nth) * head_stride + dim
+            place = _place(
+                position, cache_row, pages_ptr, page_stride, slot_stride, pages_stride, capacity, page_size, PAGED
+            )
+            out = cache_ptr + place + (head - HEADS + nth) * head_stride + dim
             tl.store(out, both.to(cache_ptr.dtype.element_ty))
 
 
@@ -118,12 +129,10 @@ def _write_qkv(
         tl.store(out + 1, turned_right.to(q_ptr.dtype.element_ty))
     else:
         if cache_row >= 0:
-            slot = position % capacity
-            page = cache_row
-            if PAGED:
-                page = tl.load(pages_ptr + cache_row * pages_stride + slot // page_size).to(tl.int64)
-                slot = slot % page_size
-            out = cache_ptr + page * page_stride + (head - HEADS) * head_stride + slot * slot_stride + 2 * pair
+            place = _place(
+                position, cache_row, pages_ptr, page_stride, slot_stride, pages_stride, capacity, page_size, PAGED
+            )
+            out = cache_ptr + place + (head - HEADS) * head_stride + 2 * pair
             tl.store(out, turned_left.to(cache_ptr.dtype.element_ty))
             tl.store(out + 1, turned_right.to(cache_ptr.dtype.element_ty))
 
