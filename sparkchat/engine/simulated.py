@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sparkchat.engine import rng
 from sparkchat.engine.request import RequestState
-from sparkchat.simulation import SPREAD, SimulatedAcceptance
+from sparkchat.simulation import SimulatedAcceptance
 
 if TYPE_CHECKING:
     from sparkchat.engine.drafting import Draft
@@ -19,14 +19,13 @@ if TYPE_CHECKING:
 
 def chances(simulated: SimulatedAcceptance, uniforms: Tensor) -> Tensor:
     """uniforms [R, g] in [0, 1) -> each draft's own chance to pass [R, g], of the profile's mean at every position."""
-    mean = torch.tensor(simulated.conditional[: uniforms.shape[1]], dtype=uniforms.dtype, device=uniforms.device)
-    return spread_chances(mean, uniforms)
+    exponents = torch.tensor(simulated.exponents[: uniforms.shape[1]], dtype=uniforms.dtype, device=uniforms.device)
+    return spread_chances(exponents, uniforms)
 
 
-def spread_chances(mean: Tensor, uniforms: Tensor) -> Tensor:
-    """mean [g], uniforms [R, g] -> [R, g]"""
-    room = SPREAD * torch.minimum(mean, 1.0 - mean)
-    return mean + room * (2.0 * uniforms - 1.0)
+def spread_chances(exponents: Tensor, uniforms: Tensor) -> Tensor:
+    """exponents [g] of a profile, uniforms [R, g] -> [R, g]"""
+    return (uniforms * (2.0 - uniforms)) ** exponents
 
 
 def simulate(simulated: SimulatedAcceptance, draft: Draft, states: Sequence[RequestState]) -> Draft:

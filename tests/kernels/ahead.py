@@ -176,8 +176,8 @@ def seats() -> None:
     buffers, laws = AcceptBuffers.empty(logits, 2, 7), MarkovBuffers.empty(base).laws
     words, seats, table = StepInputs(4, 7, CPU), Seats.empty(4, CPU), torch.zeros(151936, 4096, dtype=HALF)
     records = Records(4, 7, CPU).device_rows
-    limits, chances = torch.zeros(2, dtype=torch.int32), torch.zeros(7, dtype=torch.float64)
-    for given, planned in ((None, None), (chances, limits)):
+    limits, exponents = torch.zeros(2, dtype=torch.int32), torch.zeros(7, dtype=torch.float64)
+    for given, planned in ((None, None), (exponents, limits)):
         launch_enter_block(words, seats, table, 151000, PackedRows.empty(2, 14, 4096, CPU), block, 3, given)
         rows = PackedRows.empty(2, 16, 4096, CPU)
         launch_enter_rows(words, seats, table, rows, block, 3, 3, planned)

@@ -83,7 +83,7 @@ def build_decoder(
         spare_row=_spare(pair.cache),
         spare_draft_row=0 if pair.draft_cache is None else _spare(pair.draft_cache),
         temperatures=(pair.temperatures or (1.0,) * block)[:block],
-        chances=None if pair.simulated is None else tuple(pair.simulated.conditional[:block]),
+        exponents=None if pair.simulated is None else tuple(pair.simulated.exponents[:block]),
         is_fused=pair.device.type == "cuda" if is_fused is None else is_fused,
         insists=is_fused is True,
         fuses_layers=_takes_layers(own_part(pair)),
@@ -107,7 +107,7 @@ class StepShape:
     spare_row: int
     spare_draft_row: int
     temperatures: Sequence[float]
-    chances: Sequence[float] | None
+    exponents: Sequence[float] | None
     is_fused: bool
     """Take the kernels of ``sparkchat.kernels`` where they compute all that the pair needs."""
     insists: bool = False
@@ -140,7 +140,7 @@ def open_step(pair: LoadedPair, shape: StepShape) -> CapturedStep:
         spare_row=shape.spare_row,
         spare_draft_row=shape.spare_draft_row,
         temperatures=numbers(shape.temperatures),
-        chances=None if shape.chances is None else numbers(shape.chances),
+        exponents=None if shape.exponents is None else numbers(shape.exponents),
     )
     group = getattr(pair.target, "group", ALONE)
     if group.size > 1:

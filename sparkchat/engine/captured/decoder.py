@@ -85,10 +85,10 @@ class CapturedDecoder:
     @torch.inference_mode()
     def simulate(self, simulated: SimulatedAcceptance) -> None:
         """Go on with another simulated profile; the pair must have had one when the steps were captured."""
-        chances = self._step.chances
-        if chances is None:
+        exponents = self._step.exponents
+        if exponents is None:
             raise ValueError("steps without simulated acceptance cannot take it up later")
-        chances.copy_(torch.tensor(simulated.conditional[: len(chances)], dtype=chances.dtype))
+        exponents.copy_(torch.tensor(simulated.exponents[: len(exponents)], dtype=exponents.dtype))
         self._pair.simulated = simulated
 
     def drain(self) -> list[Event]:

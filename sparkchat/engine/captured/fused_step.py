@@ -109,13 +109,13 @@ class FusedStep(CapturedStep):
             self._markov(count, draws),
             draft_to_target=drafter.draft_to_target,
             hidden=hidden.view(count, g, -1),
-            confidence=None if self.chances is not None else weights.confidence,
+            confidence=None if self.exponents is not None else weights.confidence,
         )
         if self._enters:
             return
         self.block.is_sound[:count] = ~self._laws.peak.view(-1, g)[:count].isnan().any(dim=1)
-        if self.chances is not None:
-            chance = spread_chances(self.chances, self.inputs.uniforms(count)[3])
+        if self.exponents is not None:
+            chance = spread_chances(self.exponents, self.inputs.uniforms(count)[3])
             self.block.chance[:count] = chance
             self.block.confidence[:count] = torch.logit(chance).float()
 
@@ -126,7 +126,7 @@ class FusedStep(CapturedStep):
         if not self._enters:
             return self._block_rows(count, mask), None
         packed = PackedRows.empty(count, count * self.width, table.shape[1], device)
-        enter_block(self.inputs, self.seats, table, mask, packed, self.block, self.spare_draft_row, self.chances)
+        enter_block(self.inputs, self.seats, table, mask, packed, self.block, self.spare_draft_row, self.exponents)
         return batch_of(packed, packed.cache_rows, self.spare_draft_row), packed.x
 
     @torch.inference_mode()
@@ -225,7 +225,7 @@ class FusedStep(CapturedStep):
             draft_index=self.block.index[:count] if g else None,
             target_to_draft=self._target_to_draft,
             caps=caps if g else None,
-            chance=None if self.chances is None or not g else self.block.chance[:count],
+            chance=None if self.exponents is None or not g else self.block.chance[:count],
         )
         return buffers
 

@@ -48,8 +48,8 @@ class HeadStep(FusedStep):
         if self._enters:
             return
         self.block.is_sound[:count] = ~self._laws.peak.view(-1, g)[:count].isnan().any(dim=1)
-        if self.chances is not None:
-            chance = spread_chances(self.chances, self.inputs.uniforms(count)[3])
+        if self.exponents is not None:
+            chance = spread_chances(self.exponents, self.inputs.uniforms(count)[3])
             self.block.chance[:count] = chance
             self.block.confidence[:count] = torch.logit(chance).float()
 
@@ -66,7 +66,7 @@ class HeadStep(FusedStep):
             self._settings(count),
             self._markov(count, draws),
             hidden=hidden,
-            confidence=None if self.chances is not None else weights.confidence,
+            confidence=None if self.exponents is not None else weights.confidence,
         )
 
     def _draft_in_turn(self, hidden: Tensor, count: int, draws: Draws) -> None:
@@ -90,7 +90,7 @@ class HeadStep(FusedStep):
         if not self._enters:
             return self._block_rows(count, mask)
         packed = PackedRows.empty(count, count * self.width, 1, self.pair.device)
-        enter_block(self.inputs, self.seats, self._ids, mask, packed, self.block, self.spare_draft_row, self.chances)
+        enter_block(self.inputs, self.seats, self._ids, mask, packed, self.block, self.spare_draft_row, self.exponents)
         return _named(packed, packed.cache_rows, self.spare_draft_row)
 
     @torch.inference_mode()

@@ -38,7 +38,7 @@ class CapturedStep:
     spare_draft_row: int
     temperatures: Tensor
     """[g] float64 of the confidences"""
-    chances: Tensor | None
+    exponents: Tensor | None
     """[g] float64 of a simulated profile"""
     agree: Callable[[], None] | None = None
     """Makes seats, inputs and block those of rank 0, where ranks share the pair; every stage begins with it."""
@@ -78,8 +78,8 @@ class CapturedStep:
         if drafter.has_confidence:
             logits = drafter.confidence(torch.stack(before, dim=1).flatten(), hidden.flatten(0, 1))
             self.block.confidence[:count] = logits.view(count, g)
-        if self.chances is not None:
-            chance = spread_chances(self.chances, simulated)
+        if self.exponents is not None:
+            chance = spread_chances(self.exponents, simulated)
             self.block.chance[:count] = chance
             self.block.confidence[:count] = torch.logit(chance).float()
 
@@ -195,7 +195,7 @@ class CapturedStep:
                 probs=None if law is None or self.block.laws is None else self.block.laws[:count],
                 draft_index=self.block.index[:count],
                 draft_to_target=None if self.pair.drafter is None else self.pair.drafter.draft_to_target,
-                chance=None if self.chances is None else self.block.chance[:count],
+                chance=None if self.exponents is None else self.block.chance[:count],
             )
         _, u_accept, u_next, _ = self.inputs.uniforms(count)
         accepted = accept(

@@ -94,16 +94,16 @@ def enter_block(
     rows: PackedRows,
     block: BlockTensors,
     spare_row: int,
-    chances: Tensor | None = None,
+    exponents: Tensor | None = None,
 ) -> None:
     """Fill ``rows`` with [anchor, mask, ...] of the first R seats, embedded by ``table`` [V, d].
 
     Without any request they lie in ``spare_row`` of the drafter's cache.
-    With ``chances`` [g] float64, of a simulated profile, also the chance and the confidence of every draft.
+    With ``exponents`` [g] float64, of a simulated profile, also the chance and the confidence of every draft.
     """
     from sparkchat.kernels.seats.kernel import launch_enter_block
 
-    launch_enter_block(words, seats, table, mask_token, rows, block, spare_row, chances)
+    launch_enter_block(words, seats, table, mask_token, rows, block, spare_row, exponents)
 
 
 def limit(words: StepWords, remaining: Tensor, limits: Tensor, budget: Tensor) -> None:

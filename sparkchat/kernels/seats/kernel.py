@@ -12,7 +12,6 @@ import triton.language as tl
 from torch import Tensor
 
 from sparkchat.kernels.launch import check_flat, launch, power_of_two, wait
-from sparkchat.simulation import SPREAD
 
 if TYPE_CHECKING:
     from sparkchat.kernels.accept import AcceptBuffers
@@ -34,11 +33,10 @@ def _embed(table_ptr, token, x_ptr, row, SIZE: tl.constexpr, BLOCK: tl.constexpr
 
 @triton.jit
 def _enter_block(
-    words_ptr, anchor_ptr, kv_len_ptr, draft_row_ptr, table_ptr, chances_ptr,
+    words_ptr, anchor_ptr, kv_len_ptr, draft_row_ptr, table_ptr, exponents_ptr,
     x_ptr, positions_ptr, rows_ptr, ends_ptr, starts_ptr, chance_ptr, confidence_ptr,
     count, seats, chances_at, mask_token, spare_row,
-    WIDTH: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, HAS_CHANCES: tl.constexpr, SPREAD: tl.constexpr,
-    PDL: tl.constexpr,
+    WIDTH: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, HAS_CHANCES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # A row of a block to be drafted: [anchor, mask, ...] of a seat. A block of nobody is a copy of the last one.
     row = tl.program_id(0).to(tl.int64)
@@ -56,9 +54,10 @@ def _enter_block(
         tl.store(starts_ptr + row // WIDTH, row.to(tl.int32))
         tl.store(starts_ptr + count, (row + count * WIDTH).to(tl.int32), mask=row == 0)
     if HAS_CHANCES:
-        mean = tl.load(chances_ptr + place)
+        # (u (2 - u)) ** exponent, where 0 ** 0 is 1.
+        exponent = tl.load(exponents_ptr + place)
         u = tl.load(words_ptr + chances_at + row)
-        chance = mean + SPREAD * tl.minimum(mean, 1.0 - mean) * (2.0 * u - 1.0)
+        chance = tl.exp(exponent * tl.log(tl.maximum(u * (2.0 - u), 1e-300)))
         tl.store(chance_ptr + row, chance)
         tl.store(confidence_ptr + row, tl.log(chance / (1.0 - chance)).to(tl.float32))
     _embed(table_ptr, token, x_ptr, row, SIZE, BLOCK)
@@ -192,19 +191,19 @@ def launch_enter_block(
     rows: PackedRows,
     block: BlockTensors,
     spare_row: int,
-    chances: Tensor | None,
+    exponents: Tensor | None,
 ) -> None:
     """See ``enter_block``."""
-    check_flat(words.device_words, table, rows.x, chances, block.chance, block.confidence)
+    check_flat(words.device_words, table, rows.x, exponents, block.chance, block.confidence)
     count, width = rows.starts.shape[0] - 1, words.block
     size = table.shape[1]
     launch(
         _enter_block, (count * width,),
         words.device_words, seats.anchor, seats.kv_len, seats.draft_row, table,
-        words.device_words if chances is None else chances,
+        words.device_words if exponents is None else exponents,
         rows.x, rows.positions, rows.cache_rows, rows.ends, rows.starts, block.chance, block.confidence,
         count, words.seats, words.num_whole + words.seats * (3 * width + 1), mask_token, spare_row,
-        WIDTH=width, SIZE=size, BLOCK=power_of_two(size), HAS_CHANCES=chances is not None, SPREAD=SPREAD, num_warps=4,
+        WIDTH=width, SIZE=size, BLOCK=power_of_two(size), HAS_CHANCES=exponents is not None, num_warps=4,
     )  # fmt: skip
 
 
