@@ -290,6 +290,8 @@ class LoadSpec:
     """auto | float32 | bfloat16"""
     context: int | None = None
     """None takes the model's own limit."""
+    cache_tokens: int | None = None
+    """Most tokens that all requests have cached together; None takes what there is room for."""
     block_size: int | None = None
     mode: Mode = "static"
     accept_cap: int | None = None

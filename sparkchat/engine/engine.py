@@ -22,7 +22,7 @@ from sparkchat.engine.prefill import prefill_step
 from sparkchat.engine.request import RequestState
 from sparkchat.engine.result import finished_result, refused_result
 from sparkchat.engine.scheduler import Scheduler
-from sparkchat.engine.slots import SlotTable
+from sparkchat.engine.slots import Reach, SlotTable
 from sparkchat.engine.step_plan import standing_mode
 from sparkchat.errors import SparkchatError, UsageError
 from sparkchat.params import MODES, GenerateRequest, LoadSpec, Mode
@@ -47,7 +47,7 @@ class Engine:
         self.mode: Mode = spec.mode if self.pair.drafter is not None else "off"
         self._slots = SlotTable(self.pair.cache, self.pair.draft_cache)
         self._has_table_off, self._cost_kept = False, None
-        self._scheduler = Scheduler(spec.concurrency, self._slots)
+        self._scheduler = Scheduler(spec.concurrency, self._slots, self.pair.cache.context)
         self._admission = Admission(spec, self.pair, self.text)
         self._live = LiveSettings()
         self._captured, graphs = self._capture()
@@ -102,12 +102,39 @@ class Engine:
             events += prefill_step(self.pair, filling)
             self._interrupt()
             events += self._retire()
+        events += self._make_room()
         decoding = self._scheduler.decoding
         if decoding:
             events += self._decode(decoding)
             self._live.settle()
             events += self._retire()
         return events
+
+    def _make_room(self) -> list[Event]:
+        """Room for the coming step of all that decode; while there is none, who started last is set aside."""
+        if self._scheduler.reserve(self._reach()):
+            return []
+        events: list[Event] = []
+        if self._captured is not None:
+            # What is set aside must be known whole; and a request that ends here may leave room enough.
+            events += self._captured.drain(self.mode)
+            self._interrupt()
+            events += self._retire()
+        while not self._scheduler.reserve(self._reach()):
+            state = self._scheduler.set_aside_last()
+            events.append({"event": "preempted", "id": state.id, "t_ns": time.monotonic_ns()})
+        return events
+
+    def _reach(self) -> Callable[[RequestState], Reach]:
+        """How far the coming step may write, behind those that are under way."""
+        block = self.pair.block_size
+        in_flight = {} if self._captured is None else self._captured.in_flight()
+
+        def reach(state: RequestState) -> Reach:
+            end = state.kv_len + (1 + in_flight.get(id(state), 0)) * (block + 1)
+            return Reach(end, end + block)
+
+        return reach
 
     def _decode(self, states: list[RequestState]) -> list[Event]:
         """One step: captured for the requests it serves, by the reference loop for the others, which say why."""
@@ -117,7 +144,7 @@ class Engine:
         events: list[Event] = []
         if any(reasons[id(s)] is not None and self._captured.has_in_flight(s) for s in states):
             # Its settings changed while a captured step was under way: that step counts first.
-            events += self._captured.drain()
+            events += self._captured.drain(self.mode)
             states = [state for state in states if not state.is_finished]
         for reason in dict.fromkeys(r for r in map(reasons.get, map(id, states)) if r is not None):
             group = [state for state in states if reasons[id(state)] == reason]
@@ -229,6 +256,8 @@ class Engine:
         return [{"event": "info", "info": self.info}, {"event": "cost_table", "id": None, "file": file}]
 
     def _start_event(self, state: RequestState) -> Event:
+        if state.times_aside:
+            return {"event": "resumed", "id": state.id, "t_ns": time.monotonic_ns()}
         return {
             "event": "start",
             "id": state.id,

@@ -16,12 +16,10 @@ from typing import Any
 import torch
 
 from sparkchat import __version__
-from sparkchat.engine.captured.build import BLOCKS_BEHIND, SPARE_ROWS
-from sparkchat.engine.captured.memory import fitting_context, free_bytes, storage_of
+from sparkchat.engine.cache_plan import plan_caches
 from sparkchat.engine.cost_table import CostLookup
 from sparkchat.engine.device import device_name, resolve_device
 from sparkchat.engine.pair import LoadedPair, draft_index_table
-from sparkchat.engine.prefill import CHUNK_ROWS
 from sparkchat.engine.ranks import Team
 from sparkchat.engine.refinement import Refinement
 from sparkchat.engine.shared_pair import load_shared
@@ -84,21 +82,17 @@ def _load_pair(
     _say(progress, "tokenizer", "loading the tokenizer")
     text = TextModel.load(spec)
     max_block = 1 if drafter is None else drafter.config.block_size + 1
-    # A block may be drafted over the context limit; what is behind it is never delivered.
-    rows, room = spec.concurrency + 1, context + max_block
-    if wants_capture(spec, device):
-        rows += SPARE_ROWS
-        context = _context_for_graphs(spec, context, rows, target, drafter, progress)
-        room = context + BLOCKS_BEHIND * max_block
+    caches = plan_caches(spec, device, target, drafter, context, wants_capture(spec, device), progress)
+    cache, draft_cache = caches.new_caches(target, drafter)
     temperatures, source, notice = temperatures_of(spec, device, max_block - 1 if drafter is not None else 0)
     if notice is not None:
         progress({"event": "notice", "id": None, "message": notice})
     pair = LoadedPair(
         target=target,
-        cache=target.new_cache(rows, room, max(CHUNK_ROWS, max_block)),
+        cache=cache,
         device=device,
         drafter=drafter,
-        draft_cache=None if drafter is None else drafter.new_cache(rows, room),
+        draft_cache=draft_cache,
         draft_index_of=None
         if drafter is None
         else draft_index_table(drafter.draft_to_target, target.config.vocab_size),
@@ -108,7 +102,8 @@ def _load_pair(
         temperatures_source=source,
         calibration=calibration_of(spec, device, max_block - 1 if drafter is not None else 0),
         refinement=Refinement() if spec.refine and drafter is not None else None,
-        context=context,
+        context=caches.context,
+        cache_tokens=caches.num_tokens,
         kv_bytes_per_token=target.config.kv_bytes_per_token,
         damaged_ids=target.embedding.damaged_ids(),
         simulated=_simulated(spec, drafter),
@@ -140,6 +135,7 @@ def describe(
         "device": device_name(pair.device, pair.num_devices),
         "dtype": pair.target.config.dtype_name,
         "context": pair.context,
+        "cache_tokens": pair.cache_tokens,
         "vocab_size": pair.target.config.vocab_size,
         "threads": torch.get_num_threads(),
         "load_ms": load_ms,
@@ -176,7 +172,7 @@ def _check_spec(spec: LoadSpec) -> None:
     """What would otherwise come up in the middle of an answer, or never."""
     if spec.mode not in MODES:
         raise UsageError(f"mode {spec.mode!r} is unknown; give one of {', '.join(MODES)}")
-    for name in ("concurrency", "threads", "block_size", "tp"):
+    for name in ("concurrency", "threads", "block_size", "tp", "cache_tokens"):
         value = getattr(spec, name)
         if value is not None and value < 1:
             raise UsageError(f"{name} {value} is not possible; give a whole number of 1 or more")
@@ -222,33 +218,6 @@ def _meaningless(spec: LoadSpec, pair: LoadedPair) -> list[str]:
             f"acceptance is simulated ({pair.simulated.label}): drafts pass by chance, and the text means nothing"
         )
     return found
-
-
-def _context_for_graphs(spec: LoadSpec, context: int, rows: int, target: Any, drafter: Any, progress: Progress) -> int:
-    """What there is room for when captured steps take all storage at once. Raises NotEnoughMemory."""
-    # Of ranks that share a model, each keeps the whole state of every request.
-    own, own_drafter = getattr(target, "inner", target), getattr(drafter, "inner", drafter)
-    if own.device.type != "cuda" or not hasattr(own, "decode_rows"):
-        return context
-    config, block, law_bytes = target.config, 0, 0
-    if drafter is not None:
-        block = drafter.config.block_size
-        law_bytes = 2 * 4 * spec.concurrency * block * drafter.config.draft_vocab_size
-    law_bytes += 2 * 4 * spec.concurrency * (block + 1) * config.vocab_size
-    per_position, per_row = storage_of(own, own_drafter, max(CHUNK_ROWS, block + 1))
-    law_bytes += rows * per_row
-    context, notice = fitting_context(
-        spec.context,
-        context,
-        rows=rows,
-        bytes_per_position=per_position,
-        law_bytes=law_bytes,
-        free_bytes=free_bytes(target.device),
-        name=spec.name,
-    )
-    if notice is not None:
-        progress({"event": "notice", "id": None, "message": notice})
-    return context
 
 
 def wants_capture(spec: LoadSpec, device: torch.device) -> bool:

@@ -43,6 +43,8 @@ class LoadedPair:
     """What finished steps correct; None unless asked for."""
     context: int = 0
     """Most tokens of one request, prompt and answer together."""
+    cache_tokens: int | None = None
+    """Tokens that all requests may have cached together; None where every request has a cache of its own."""
     kv_bytes_per_token: int = 0
     damaged_ids: frozenset[int] = frozenset()
     """Tokens whose embedding in the target is not of numbers."""

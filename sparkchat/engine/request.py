@@ -44,6 +44,11 @@ class RequestState:
     """Prompt tokens whose KV is in the cache."""
     slot: Any = None
     """engine.slots.Slot: the cache rows this request holds; None while it waits."""
+    aside: Any = None
+    """engine.slots.SetAside: what its slot held, while it waits for room to go on."""
+    times_aside: int = 0
+    foreseen: Any = None
+    """engine.captured.decoder.Foreseen: how its next step was planned before the host knew the one in flight."""
     round: int = 0
     """Counts decode steps; with the seed it keys every random draw."""
     finish_reason: str | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from sparkchat.engine.pair import LoadedPair
     from sparkchat.models.base import KVCache
     from sparkchat.models.dspark.drafter import Drafter
+    from sparkchat.models.kv_cache import SavedRow
 
 FLUSH_ROWS = 256
 """Pending features are projected at the latest when this many rows wait, so that memory stays flat."""
@@ -116,32 +118,90 @@ def keep_prompt(pair: LoadedPair, slot: Slot, length: int) -> None:
     slot.kept = length
 
 
+@runtime_checkable
+class SharesRoom(Protocol):
+    """A cache whose rows take room from one storage, and can be set aside."""
+
+    def can_take(self, row: int | None, end: int, without: Collection[int] = ()) -> bool: ...
+
+    def take(self, row: int, end: int) -> None: ...
+
+    def trim(self, row: int) -> None: ...
+
+    def publish(self) -> None: ...
+
+    def save(self, row: int) -> SavedRow: ...
+
+    def restore(self, saved: SavedRow) -> int: ...
+
+
+@dataclass(frozen=True)
+class SetAside:
+    """What a request's slot held, on the host, until there is room again."""
+
+    target: SavedRow
+    draft: SavedRow | None
+    length: int
+    """Rows that the drafter's cache has of the features."""
+    pending: tuple[Tensor, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        saved = self.target.num_bytes + (0 if self.draft is None else self.draft.num_bytes)
+        return saved + sum(rows.nbytes for rows in self.pending)
+
+
+@dataclass(frozen=True)
+class Reach:
+    """How far a request will write: positions of the target's row and of the drafter's lie below these."""
+
+    target: int
+    draft: int
+
+
 class SlotTable:
-    """Hands out cache rows; the least recently used idle session gives way when none is free."""
+    """Hands out cache rows and room in them; the least recently used idle session gives way when either is short."""
 
     def __init__(self, cache: KVCache, draft_cache: KVCache | None) -> None:
         self._cache = cache
         self._draft_cache = draft_cache
         self._idle: OrderedDict[str, Slot] = OrderedDict()
+        caches = [cache for cache in (cache, draft_cache) if cache is not None]
+        self._shares_room = all(isinstance(cache, SharesRoom) for cache in caches)
+        """Rows take room from one storage, and can be set aside; else it is enough that there is a row."""
 
-    def acquire(self, session: str | None, prompt_ids: tuple[int, ...]) -> tuple[Slot, int]:
-        """A slot for this prompt and the number of its tokens that are already cached."""
-        slot = self._idle.pop(session, None) if session is not None else None
-        if slot is not None:
-            cached = self._rewind(slot, prompt_ids)
-            if cached is not None:
-                return slot, cached
-            self._free(slot)
-        while True:
-            try:
-                row = self._cache.allocate()
-                break
-            except ValueError:
-                if not self._idle:
-                    raise
-                self._free(self._idle.popitem(last=False)[1])
-        draft = None if self._draft_cache is None else DraftContext(self._draft_cache.allocate())
-        return Slot(row, draft), 0
+    def acquire(self, session: str | None, prompt_ids: tuple[int, ...], spare: int = 0) -> tuple[Slot, int] | None:
+        """A slot with room for this prompt, and the number of its tokens that are already cached; None while there is
+        no room for the prompt and ``spare`` positions behind it."""
+        reach = Reach(len(prompt_ids) + spare, len(prompt_ids) + spare)
+        slot = self._idle.get(session) if session is not None else None
+        common = None if slot is None else self._common(slot, prompt_ids)
+        if slot is None or common is None:
+            if not self._give_way(None, reach, first=session):
+                return None
+            slot, common = self._open(), 0
+        else:
+            if not self._give_way(slot, reach):
+                return None
+            assert session is not None
+            del self._idle[session]
+            self._rewind(slot, common)
+        self._take(slot, Reach(len(prompt_ids), len(prompt_ids)))
+        return slot, common
+
+    def reserve(self, slot: Slot, reach: Reach) -> bool:
+        """Hold room so far; False where there is none, although no idle session holds any."""
+        if not self._give_way(slot, reach):
+            return False
+        self._take(slot, reach)
+        return True
+
+    def publish(self) -> None:
+        """Bring the device up to date on who holds what."""
+        if self._shares_room:
+            self._cache.publish()
+            if self._draft_cache is not None:
+                self._draft_cache.publish()
 
     def release(self, slot: Slot, session: str | None, tokens: list[int]) -> None:
         """``tokens``: those whose KV the target cache holds, in order."""
@@ -152,21 +212,97 @@ class SlotTable:
         if old is not None:
             self._free(old)
         slot.tokens = tokens
+        if self._shares_room:
+            for cache, row in self._rows(slot):
+                cache.trim(row)
         self._idle[session] = slot
 
-    def _rewind(self, slot: Slot, prompt_ids: tuple[int, ...]) -> int | None:
+    def set_aside(self, slot: Slot) -> SetAside:
+        """Take everything a slot holds to the host, byte for byte, and give its room back."""
+        assert self._shares_room
+        target, draft = self._cache.save(slot.row), None
+        length, pending = 0, ()
+        if slot.draft is not None and self._draft_cache is not None:
+            draft = self._draft_cache.save(slot.draft.row)
+            length, pending = slot.draft.length, tuple(rows.cpu() for rows in slot.draft.pending)
+        self._free(slot)
+        return SetAside(target, draft, length, pending)
+
+    def bring_back(self, saved: SetAside, spare: int) -> Slot | None:
+        """A slot that holds what was set aside; None while there is no room for it and ``spare`` positions more."""
+        length = saved.target.length + spare
+        if not self._give_way(None, Reach(length, length)):
+            return None
+        row, draft = self._cache.restore(saved.target), None
+        if saved.draft is not None and self._draft_cache is not None:
+            draft = DraftContext(self._draft_cache.restore(saved.draft), saved.length)
+            device = self._draft_cache.stores[0].data.device
+            for rows in saved.pending:
+                draft.add(rows.to(device))
+        return Slot(row, draft)
+
+    def _open(self) -> Slot:
+        while True:
+            try:
+                row = self._cache.allocate()
+                break
+            except ValueError:
+                if not self._idle:
+                    raise
+                self._free(self._idle.popitem(last=False)[1])
+        return Slot(row, None if self._draft_cache is None else DraftContext(self._draft_cache.allocate()))
+
+    def _give_way(self, slot: Slot | None, reach: Reach, first: str | None = None) -> bool:
+        """Let as few idle sessions as possible go, ``first`` before others, so that a slot (None: a new one) has room;
+        none where all of them would not be enough."""
+        if slot is not None and self._has_room(slot, reach, []):
+            return True
+        names = [name for name, idle in self._idle.items() if idle is not slot and name != first]
+        going = [first] if first in self._idle and slot is None else []
+        while not self._has_room(slot, reach, [self._idle[name] for name in going]):
+            if not names:
+                return False
+            going.append(names.pop(0))
+        for name in going:
+            self._free(self._idle.pop(name))
+        return True
+
+    def _has_room(self, slot: Slot | None, reach: Reach, going: list[Slot]) -> bool:
+        if not self._shares_room:
+            return True
+        row = None if slot is None else slot.row
+        if not self._cache.can_take(row, reach.target, [s.row for s in going]):
+            return False
+        if self._draft_cache is None:
+            return True
+        row = None if slot is None or slot.draft is None else slot.draft.row
+        return self._draft_cache.can_take(row, reach.draft, [s.draft.row for s in going if s.draft is not None])
+
+    def _take(self, slot: Slot, reach: Reach) -> None:
+        if self._shares_room:
+            for (cache, row), end in zip(self._rows(slot), (reach.target, reach.draft), strict=False):
+                cache.take(row, end)
+
+    def _rows(self, slot: Slot) -> list[tuple[KVCache, int]]:
+        """The slot's rows with their caches."""
+        rows = [(self._cache, slot.row)]
+        if slot.draft is not None and self._draft_cache is not None:
+            rows.append((self._draft_cache, slot.draft.row))
+        return rows
+
+    def _common(self, slot: Slot, prompt_ids: tuple[int, ...]) -> int | None:
+        """How many tokens of the prompt an idle slot can go on from; None where it cannot go back to any."""
         # The last prompt token is always run again: its logits give the first token of the answer.
         common, limit = 0, min(len(slot.tokens), len(prompt_ids) - 1)
         while common < limit and slot.tokens[common] == prompt_ids[common]:
             common += 1
-        length = next((n for n in (common, min(common, slot.kept)) if self._can_rewind(slot, n)), None)
-        if length is None:
-            return None
+        return next((n for n in (common, min(common, slot.kept)) if self._can_rewind(slot, n)), None)
+
+    def _rewind(self, slot: Slot, length: int) -> None:
         if slot.draft is not None and self._draft_cache is not None:
             slot.draft.truncate(length)
             self._draft_cache.truncate(slot.draft.row, slot.draft.length)
         self._cache.truncate(slot.row, length)
-        return length
 
     def _can_rewind(self, slot: Slot, length: int) -> bool:
         if not self._cache.can_truncate(slot.row, length):
@@ -176,6 +312,5 @@ class SlotTable:
         return self._draft_cache.can_truncate(slot.draft.row, min(length, slot.draft.length))
 
     def _free(self, slot: Slot) -> None:
-        self._cache.free(slot.row)
-        if slot.draft is not None and self._draft_cache is not None:
-            self._draft_cache.free(slot.draft.row)
+        for cache, row in self._rows(slot):
+            cache.free(row)

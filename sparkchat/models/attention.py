@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sparkchat.models.kv_cache import KVCache, LayerStore, key_slots
+from sparkchat.models.paged_cache import PagedStore
 
 _QUERY_TILE = 32
 """Rows of the matrix products inside scaled_dot_product_attention on the CPU."""
@@ -95,6 +96,7 @@ class Padding:
         else:
             slot_of = {row: row - low for row in range(low, high)}
         self.num_rows = len(slot_of)
+        self.row_numbers = list(slot_of)
         self.width = padded_count(max(s.count for s in spans), group_size, head_dim, device)
         # Padding repeats row 0 of the batch or of the span: any row with something to see will do.
         index = [0] * (self.num_rows * self.width)
@@ -130,7 +132,12 @@ class StoreView:
         self.length = min(key_slots(max(ends)), store.slots)
         self._writes = self._write_targets(spans, positions)
         heads = store.data.shape[2] // 2
-        reach = store.data[:, padding.rows] if isinstance(padding.rows, slice) else None
+        self._reader = None
+        if isinstance(store, PagedStore):
+            rows = torch.tensor(padding.row_numbers, device=positions.device)
+            self._reader = store.reader(rows, self.length)
+        is_view = self._reader is None and isinstance(padding.rows, slice)
+        reach = store.data[:, padding.rows] if is_view else None
         self._keys = None if reach is None else reach[:, :, :heads, : self.length].unbind(0)
         self._values = None if reach is None else reach[:, :, heads:, : self.length].unbind(0)
         self._positions = positions
@@ -138,15 +145,11 @@ class StoreView:
 
     def _write_targets(self, spans: Sequence[Span], positions: Tensor) -> tuple[Tensor, ...] | None:
         """Views [2K, n, D] of each layer where one span lands in a row of slots; None where it is scattered."""
-        if len(spans) > 1:
-            self._rows = torch.tensor([s.cache_row for s in spans for _ in range(s.count)], device=positions.device)
-            self._slots = positions % self._store.slots
-            return None
         span, slots = spans[0], self._store.slots
         slot = span.start % slots
-        if slot + span.count > slots:
-            self._rows = torch.full((span.count,), span.cache_row, device=positions.device)
-            self._slots = positions % slots
+        if len(spans) > 1 or slot + span.count > slots or self._store.pages is not None:
+            rows = torch.tensor([s.cache_row for s in spans for _ in range(s.count)], device=positions.device)
+            self._rows, self._slots = self._store.locate(rows, positions)
             return None
         return self._store.data[:, span.cache_row, :, slot : slot + span.count].unbind(0)
 
@@ -184,6 +187,9 @@ class StoreView:
         """Keys and values [R, K, T, D] of layer ``index`` of the store."""
         if self._keys is not None and self._values is not None:
             return self._keys[index], self._values[index]
+        if self._reader is not None:
+            keys, values = self._reader.read(index).chunk(2, dim=1)
+            return keys, values
         data = self._store.data[index].index_select(0, self._padding.rows)[:, :, : self.length]
         keys, values = data.chunk(2, dim=1)
         return keys, values
@@ -196,6 +202,7 @@ class SpanAttention:
         self, cache: KVCache, spans: Sequence[Span], positions: Tensor, group_size: int, *, is_block: bool = False
     ) -> None:
         """``is_block``: the rows of a span see all of the span, not only what is before them."""
+        cache.publish()
         self._cache, self._spans, self._group_size = cache, spans, group_size
         self._padding = Padding(spans, group_size, cache.head_dim, positions.device)
         self._views = [StoreView(store, spans, self._padding, positions, is_block) for store in cache.stores]

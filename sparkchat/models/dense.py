@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from sparkchat.models.kv_cache import KVCache
 from sparkchat.models.layers import DecoderLayer, Embedding, RMSNorm, spread_rotations
 from sparkchat.models.linear import Linear, PlainLinear, make_lanes
 from sparkchat.models.native import LaneLinear, NativeStack, run_parts
+from sparkchat.models.paged_cache import PagedCache
 from sparkchat.models.quant import GroupedWeight, Weight, dense
 from sparkchat.models.refined_head import RefinedHead
 from sparkchat.models.rope import RopeTable
@@ -127,9 +129,16 @@ class DenseModel:
             return table
         return source.take("lm_head.weight", config.vocab_size, config.hidden_size)
 
-    def new_cache(self, max_rows: int, context: int, max_block: int) -> KVCache:
+    @property
+    def can_page(self) -> bool:
+        """Whether its cache may lie in pages: processor kernels want a row in one piece."""
+        return self.stack.native is None and None in self.config.decoder.windows
+
+    def new_cache(self, max_rows: int, context: int, max_block: int, pages: int | None = None) -> KVCache:
+        """``pages``: of all rows together (``can_page``); None gives every row storage of its own."""
         shape = self.config.decoder
-        return KVCache(
+        kind = KVCache if pages is None else partial(PagedCache, num_pages=pages)
+        return kind(
             shape.windows,
             shape.num_kv_heads,
             shape.head_dim,

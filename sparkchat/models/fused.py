@@ -104,6 +104,7 @@ class FusedStack:
                 q,
                 qk_norm=None if layer.qk_norm is None else layer.qk_norm.weight,
                 eps=shape.rms_eps,
+                pages=store.pages,
                 is_settled=True,
             )
             decode_attention(
@@ -117,6 +118,7 @@ class FusedStack:
                 self._workspace,
                 max_rows=self._most_per_request,
                 window=store.window,
+                pages=store.pages,
                 is_settled=True,
             )
             delta = product(mixed.flatten(1), layer.o, "partials")

@@ -6,7 +6,8 @@ in a growing store; in a ring, position p lives in slot p modulo the capacity.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -31,8 +32,25 @@ def key_slots(n: int) -> int:
     return n if n % _SUM_BLOCK <= _SUM_PART else round_up(n, _SUM_BLOCK)
 
 
+@dataclass(frozen=True)
+class SavedRow:
+    """A row's contents on the host, while the row is somebody else's."""
+
+    length: int
+    written: int
+    parts: tuple[Tensor, ...]
+    """The bytes of each store, layers first."""
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
+
+
 class LayerStore:
     """Storage of the layers of one window: [layers, rows, 2 * kv_heads, slots, head_dim], keys before values."""
+
+    pages: Tensor | None = None
+    """[rows, n] int32 on the device where positions lie in pages (paged_cache.py)."""
 
     def __init__(self, num_layers: int, width: tuple[int, int], window: int | None, slots: int, limit: int) -> None:
         self.num_layers, self._width, self.window = num_layers, width, window
@@ -71,6 +89,22 @@ class LayerStore:
         self.data = self._zeros(max(rows, have_rows), slots, old.dtype, old.device)
         self.data[:, :have_rows, :, :have_slots] = old
 
+    def clear(self, row: int, written: int) -> None:
+        """Zeros in the place of all that was written below ``written``: a damaged model may have left NaN there."""
+        self.data[:, row, :, : min(written, self.slots)].zero_()
+
+    def locate(self, rows: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Where positions of cache rows lie: indices of the second and the fourth dimension of ``data``."""
+        return rows, positions % self.slots
+
+    def save(self, row: int, length: int) -> Tensor:
+        """What the row holds of positions below ``length``, on the host; a ring as it is."""
+        slots = self.slots if self.is_ring else length
+        return self.data[:, row, :, :slots].cpu().clone()
+
+    def restore(self, row: int, part: Tensor) -> None:
+        self.data[:, row, :, : part.shape[2]].copy_(part)
+
 
 class KVCache:
     """The cached positions of up to ``max_rows`` requests.
@@ -102,9 +136,8 @@ class KVCache:
         for window in dict.fromkeys(windows):
             # A ring must hold the window of the span's first row and the whole span.
             slots = min(limit, _FIRST_SLOTS if window is None else key_slots(window - 1 + max_span))
-            store = LayerStore(sum(w == window for w in windows), (num_kv_heads, head_dim), window, slots, limit)
-            store.create(1, dtype, device)
-            self.stores.append(store)
+            num_layers = sum(w == window for w in windows)
+            self.stores.append(self._make_store(num_layers, window, slots, dtype, device))
         counts = [0] * len(self.stores)
         for window in windows:
             index = next(i for i, store in enumerate(self.stores) if store.window == window)
@@ -113,6 +146,14 @@ class KVCache:
         self._lengths: dict[int, int] = {}
         self._written = [0] * max_rows
         """[max_rows] one more than the highest position ever written in the row."""
+
+    def _make_store(
+        self, num_layers: int, window: int | None, slots: int, dtype: torch.dtype, device: torch.device
+    ) -> LayerStore:
+        width, limit = (self.num_kv_heads, self.head_dim), key_slots(self.context)
+        store = LayerStore(num_layers, width, window, slots, limit)
+        store.create(1, dtype, device)
+        return store
 
     def allocate(self) -> int:
         """Take the lowest free row, empty. Raises ValueError when all rows are taken."""
@@ -124,8 +165,7 @@ class KVCache:
         for store in self.stores:
             store.grow(rows, store.slots)
             if self._written[row]:
-                # What a damaged model left there may be NaN.
-                store.data[:, row, :, : min(self._written[row], store.slots)].zero_()
+                store.clear(row, self._written[row])
         self._written[row] = 0
         self._lengths[row] = 0
         return row
@@ -137,6 +177,39 @@ class KVCache:
 
     def free(self, row: int) -> None:
         del self._lengths[row]
+
+    def can_take(self, row: int | None, end: int, without: Collection[int] = ()) -> bool:
+        """Whether there is room for the positions below ``end`` of a row (None: of a new one), once the rows
+        ``without`` are free."""
+        return row is not None or len(self._lengths) - len(without) < self.max_rows
+
+    def take(self, row: int, end: int) -> None:
+        """Hold room for the positions of the row below ``end``."""
+
+    def trim(self, row: int) -> None:
+        """Give back room behind the row's length."""
+
+    def publish(self) -> None:
+        """Bring the device up to date on who holds what."""
+
+    def save(self, row: int) -> SavedRow:
+        """The row's contents as they are, for ``restore``."""
+        length = self._lengths[row]
+        return SavedRow(length, self._written[row], tuple(store.save(row, length) for store in self.stores))
+
+    def restore(self, saved: SavedRow) -> int:
+        """A row with these contents. Raises ValueError where there is no room."""
+        row = self.allocate()
+        self._make_room(row, saved.length)
+        for store, part in zip(self.stores, saved.parts, strict=True):
+            store.restore(row, part)
+        self._lengths[row], self._written[row] = saved.length, saved.written
+        return row
+
+    def _make_room(self, row: int, end: int) -> None:
+        """Storage for positions below ``end`` of the row."""
+        for store in self.stores:
+            store.grow(store.data.shape[1], end)
 
     def length(self, row: int) -> int:
         """Positions 0..length-1 of the row are cached."""
@@ -165,8 +238,7 @@ class KVCache:
             raise ValueError(f"a span of {count} rows does not fit rings made for {self.max_span}")
         if start + count > self.context:
             raise ValueError(f"position {start + count - 1} is outside the context of {self.context}")
-        for store in self.stores:
-            store.grow(store.data.shape[1], start + count)
+        self._make_room(row, start + count)
         return start
 
     def mark_written(self, row: int, end: int) -> None:

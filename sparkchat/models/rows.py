@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sparkchat.models.kv_cache import KVCache, LayerStore
+from sparkchat.models.paged_cache import PagedStore
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,11 @@ class RowAttention:
 
     def __init__(self, cache: KVCache, rows: RowBatch, group_size: int) -> None:
         self._cache, self._rows, self._group_size = cache, rows, group_size
-        self._slots = [rows.positions % store.slots for store in cache.stores]
+        self._places = [store.locate(rows.cache_rows, rows.positions) for store in cache.stores]
+        self._readers = [
+            store.reader(rows.cache_rows, store.slots) if isinstance(store, PagedStore) else None
+            for store in cache.stores
+        ]
         self._masks = [self._mask(store) for store in cache.stores]
 
     def _mask(self, store: LayerStore) -> Tensor:
@@ -58,9 +63,11 @@ class RowAttention:
         """Store kv [N, 2K, D] (keys, then values), then attend from q [N, G*K, D] -> [N, G*K*D]."""
         place, index = self._cache.places[layer]
         data = self._cache.stores[place].data[index]
-        rows = self._rows.cache_rows
-        data[rows, :, self._slots[place]] = kv.to(data.dtype)
-        keys, values = data.index_select(0, rows).chunk(2, dim=1)
+        at, slot = self._places[place]
+        data[at, :, slot] = kv.to(data.dtype)
+        reader = self._readers[place]
+        held = data.index_select(0, at) if reader is None else reader.read(index)
+        keys, values = held.chunk(2, dim=1)
         count, heads = q.shape[0], keys.shape[1]
         grouped = q.to(keys.dtype).view(count, self._group_size, heads, -1).transpose(1, 2)
         mixed = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=self._masks[place])

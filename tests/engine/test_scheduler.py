@@ -16,7 +16,7 @@ class FakeSlots:
         self.num_held = 0
         self.released: list[tuple[str | None, list[int]]] = []
 
-    def acquire(self, session: str | None, prompt_ids: tuple[int, ...]) -> tuple[object, int]:
+    def acquire(self, session: str | None, prompt_ids: tuple[int, ...], spare: int) -> tuple[object, int]:
         self.num_held += 1
         return object(), 2 if session else 0
 

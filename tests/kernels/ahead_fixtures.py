@@ -53,16 +53,16 @@ def accept_block(
     launch_accept_block(*given, drafts, draft_laws, draft_index, target_to_draft, caps, chance)
 
 
-def decode_attention(*given: Any, max_rows: int, window: int | None, is_settled: bool) -> None:
-    launch_decode_attention(*given, max_rows, window, None, None, is_settled)
+def decode_attention(*given: Any, max_rows: int, window: int | None, pages: Any, is_settled: bool) -> None:
+    launch_decode_attention(*given, max_rows, window, pages, None, is_settled)
 
 
-def write_qkv(*given: Any, qk_norm: Any, eps: float, is_settled: bool) -> None:
-    launch_write_qkv(*given, qk_norm, eps, None, is_settled)
+def write_qkv(*given: Any, qk_norm: Any, eps: float, pages: Any, is_settled: bool) -> None:
+    launch_write_qkv(*given, qk_norm, eps, pages, is_settled)
 
 
-def write_context(*given: Any, k_norm: Any, eps: float, is_settled: bool) -> None:
-    launch_write_context(*given, k_norm, eps, is_settled)
+def write_context(*given: Any, k_norm: Any, eps: float, pages: Any, is_settled: bool) -> None:
+    launch_write_context(*given, k_norm, eps, pages, is_settled)
 
 
 def plan_lengths(*given: Any, budget: Any) -> None:

@@ -22,6 +22,7 @@ from sparkchat.engine.pair import LoadedPair
 from sparkchat.engine.request import RequestState
 from sparkchat.models.deepseek_v4.model import DeepseekV4
 from sparkchat.models.deepseek_v4.packed import has_kernels
+from sparkchat.models.paged_cache import PagedCache
 from sparkchat.models.parallel import ALONE
 
 if TYPE_CHECKING:
@@ -191,7 +192,7 @@ def _fuse_layers(pair: LoadedPair, shape: StepShape) -> None:
 def _spare(cache: Any) -> int:
     """Take all of a cache's storage, and a row of it that is nobody's."""
     cache.fill()
-    return cache.allocate()
+    return cache.allocate_spare() if isinstance(cache, PagedCache) else cache.allocate()
 
 
 def warm_up(decoder: CapturedDecoder, window: int, progress: Callable[[dict[str, Any]], None]) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -31,6 +31,7 @@ from sparkchat.engine.captured.strangers import strangers
 from sparkchat.engine.captured.tiers import request_tiers, round_up, row_tiers
 from sparkchat.engine.correction import correction_of, learn, refined_record
 from sparkchat.engine.lagged_lengths import BatchBudgets, choose_budgets, lengths_of
+from sparkchat.engine.lagged_plan import Budget
 from sparkchat.engine.laws import DAMAGED_DRAFTER, DAMAGED_MODEL
 from sparkchat.engine.loop import observe
 from sparkchat.engine.pair import LoadedPair
@@ -38,7 +39,7 @@ from sparkchat.engine.records import StepTimes, step_event
 from sparkchat.engine.request import RequestState
 from sparkchat.engine.step_plan import StepIntent, StepLengths, intend
 from sparkchat.models.fused import MOST_SMALL_ROWS
-from sparkchat.params import Mode
+from sparkchat.params import Mode, SamplingParams
 from sparkchat.simulation import SimulatedAcceptance
 
 Event = dict[str, Any]
@@ -60,6 +61,19 @@ class InFlight:
     key: str
     before: RingSlot | None
     """The step right before it on the device, when nothing lay between."""
+
+
+@dataclass(frozen=True)
+class Foreseen:
+    """How a request's next step would have been launched, had the host not waited for the one in flight: a step is
+    always planned by what was known two steps before, whoever is waited for."""
+
+    round: int
+    requested: Mode
+    sampling: SamplingParams
+    intent: StepIntent
+    own: Budget | None
+    """Where it is planned alone."""
 
 
 class CapturedDecoder:
@@ -91,15 +105,23 @@ class CapturedDecoder:
         exponents.copy_(torch.tensor(simulated.exponents[: len(exponents)], dtype=exponents.dtype))
         self._pair.simulated = simulated
 
-    def drain(self) -> list[Event]:
+    def drain(self, default: Mode) -> list[Event]:
         """The events of the step in flight, with none launched behind it; all requests get up."""
         flying, self._flying = self._flying, None
+        for seat in [] if flying is None else flying.seats:
+            if not seat.state.is_finished:
+                seat.state.foreseen = self._foresee(seat, default)
         events = [] if flying is None else self._read(flying)
         self._seating.clear()
         return events
 
     def has_in_flight(self, state: RequestState) -> bool:
         return self._flying is not None and any(seat.state is state for seat in self._flying.seats)
+
+    def in_flight(self) -> dict[int, int]:
+        """Steps launched and not yet read, by the ``id`` of a request's state."""
+        seats = [] if self._flying is None else self._flying.seats
+        return {id(seat.state): seat.in_flight for seat in seats}
 
     @property
     def context(self) -> int:
@@ -169,8 +191,15 @@ class CapturedDecoder:
 
     def _launch(self, states: Sequence[RequestState], default: Mode, flying: InFlight | None) -> InFlight:
         seats = self._seating.seat(states)
-        intents = [intend(seat.state, default, self._pair) for seat in seats]
+        foreseen = [self._take_foreseen(seat, default) for seat in seats]
+        intents = [
+            intend(seat.state, default, self._pair) if known is None else known.intent
+            for seat, known in zip(seats, foreseen, strict=True)
+        ]
         budgets = choose_budgets([s.state for s in seats], intents, [s.round for s in seats], self._pair)
+        alone = {i: known.own for i, known in enumerate(foreseen) if known is not None and i in budgets.own}
+        if alone:
+            budgets = replace(budgets, own=budgets.own | {i: own for i, own in alone.items() if own is not None})
         draws, shares = self._kind(_draws_of(states)), budgets.shared is not None
         num_rows = round_up(_most_rows(intents, budgets), self._rows)
         drafting = max((i + 1 for i, intent in enumerate(intents) if intent.draft_len), default=0)
@@ -192,6 +221,22 @@ class CapturedDecoder:
         before, self._last = self._last, slot
         key = f"{count} blocks, {num_rows} rows, {draws.value}"
         return InFlight(seats, intents, budgets, slot, key, before if flying is not None else None)
+
+    def _foresee(self, seat: Seat, default: Mode) -> Foreseen:
+        state = seat.state
+        intent = intend(state, default, self._pair)
+        own = choose_budgets([state], [intent], [seat.round], self._pair).own.get(0)
+        return Foreseen(seat.round, state.mode_override or default, state.sampling, intent, own)
+
+    @staticmethod
+    def _take_foreseen(seat: Seat, default: Mode) -> Foreseen | None:
+        """None as well where mode or sampling have changed since."""
+        state, known = seat.state, seat.state.foreseen
+        state.foreseen = None
+        if known is None:
+            return None
+        asked = (seat.round, state.mode_override or default, state.sampling)
+        return known if asked == (known.round, known.requested, known.sampling) else None
 
     def _kind(self, draws: Draws) -> Draws:
         if not self._step.draws_on_device:

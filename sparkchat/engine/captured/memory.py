@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from sparkchat.errors import NotEnoughMemory
+from sparkchat.errors import NotEnoughMemory, UsageError
+from sparkchat.models.page_table import PAGE_SIZE
 
 GRAPHS_BYTES = 1 << 30
 """Room left for what graphs hold: intermediate results of the largest step, and launches."""
@@ -35,6 +36,53 @@ def fitting_context(
     if most < ROUND_TO:
         raise NotEnoughMemory(f"{name} leaves no room for a context on this device; choose a smaller model")
     return most, f"the device has room for a context of {most} tokens in {rows} requests; the model takes {longest}"
+
+
+def fitting_cache(
+    asked: int | None,
+    longest: int,
+    limit: int | None,
+    *,
+    sharers: int,
+    behind: int,
+    bytes_per_token: int,
+    fixed_bytes: int,
+    free_bytes: int | None,
+    name: str,
+) -> tuple[int, int, str | None]:
+    """The context, the tokens of a cache that ``sharers`` requests share, and a notice where the context is shorter
+    than the model's own.
+
+    One request of the whole context and the ``behind`` positions behind it always fits; more tokens are taken as far as
+    there is room, or ``limit`` allows. ``free_bytes`` None: there is room. Raises NotEnoughMemory where what was asked
+    for does not fit, or nothing useful does, and UsageError where the limit is below the context asked for.
+    """
+
+    def whole(context: int) -> int:
+        return -(-(context + behind) // PAGE_SIZE) * PAGE_SIZE
+
+    if limit is not None and asked is not None and limit < asked:
+        raise UsageError(
+            f"a cache of {limit} tokens does not hold a context of {asked}; give --context {limit} or less, "
+            f"or --cache-tokens {asked} or more"
+        )
+    if limit is not None:
+        longest = min(longest, limit)
+    room = None if free_bytes is None else free_bytes - fixed_bytes - GRAPHS_BYTES
+    most = whole(longest) * sharers if room is None else max(0, room // bytes_per_token) // PAGE_SIZE * PAGE_SIZE
+    context, notice = asked or longest, None
+    if whole(context) > most:
+        context = max(0, most - behind) // ROUND_TO * ROUND_TO
+        if asked is not None:
+            raise NotEnoughMemory(
+                f"a context of {asked} of {name} needs {_gb(asked * bytes_per_token)} GB, "
+                f"and the device has {_gb(max(0, room or 0))} GB left; give --context {context} or less"
+            )
+        if context < ROUND_TO:
+            raise NotEnoughMemory(f"{name} leaves no room for a context on this device; choose a smaller model")
+        notice = f"the device has room for a context of {context} tokens; the model takes {longest}"
+    tokens = min(most, sharers * whole(context))
+    return context, tokens if limit is None else min(tokens, max(whole(limit), whole(context))), notice
 
 
 def storage_of(target: Any, drafter: Any, max_span: int) -> tuple[int, int]:

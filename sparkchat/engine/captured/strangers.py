@@ -14,6 +14,7 @@ import torch
 
 from sparkchat.engine.captured.state import COMPACT
 from sparkchat.engine.captured.step import CapturedStep
+from sparkchat.models.paged_cache import PagedCache
 
 _STRIDE = 7919
 """Between the tokens of neighbouring seats."""
@@ -58,12 +59,19 @@ def strangers(
         for request in range(count):
             # Even shares, the first requests having one more.
             words[s + request] = min(inputs.block, spare // count + (request < spare % count))
+    spares = [(step.pair.cache, step.spare_row), (step.pair.draft_cache, step.spare_draft_row)]
+    paged = [(cache, row) for cache, row in spares if isinstance(cache, PagedCache)]
     try:
+        for cache, row in paged:
+            # One page again and again would stay in the device's own cache.
+            cache.lend(row, context + inputs.block + 1)
         for name in names:
             getattr(seats, name)[:] = numbers[name]
         inputs.device_words.copy_(words)
         yield
     finally:
+        for cache, row in paged:
+            cache.lend(row, 0)
         for name in names:
             getattr(seats, name).copy_(before[name])
         inputs.device_words.zero_()

@@ -42,6 +42,11 @@ def attention_workspace(
     )
 
 
+def attention_bytes(max_rows: int, num_heads: int, head_dim: int, context: int) -> int:
+    """Of ``attention_workspace``."""
+    return 4 * max_rows * num_heads * spans_of(context) * (head_dim + 2)
+
+
 def decode_attention(
     q: Tensor,
     cache: Tensor,
@@ -60,7 +65,8 @@ def decode_attention(
     """out [N, H, D] = attention of q [N, H, D] over the cached positions from max(0, position - window + 1) below end.
 
     cache [pages, 2K, slots, D] of one layer; starts [R+1] int32; rows [N] int32; positions, ends [N]; at most
-    ``max_rows`` rows a request. Rows from starts[R] on are left alone. ``is_settled``: a product lies between what
+    ``max_rows`` rows a request; pages [cache rows, n] int32, None where cache row and page are one, and then a page
+    has whole tiles (``UNIT`` does). Rows from starts[R] on are left alone. ``is_settled``: a product lies between what
     wrote starts, rows, positions and ends and this launch (launch.reads_ahead). Raises ValueError where a shape is not
     one the kernel takes.
     """

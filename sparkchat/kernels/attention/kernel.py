@@ -92,14 +92,13 @@ def _fold(run_top, run_total, run_mixed, top, total, mixed):
 
 @triton.jit
 def _places(
-    at, stored, pages_ptr, cache_row, page_stride, slot_stride, pages_stride, capacity, page_size, PAGED: tl.constexpr
+    at, first, pages_ptr, cache_row, page_stride, slot_stride, pages_stride, capacity, page_size, PAGED: tl.constexpr
 ):
-    # Where the keys of these positions begin.
+    # Where the keys of these positions begin. They lie in the page of the position ``first``, as pages are whole tiles.
     slot = (at % capacity).to(tl.int64)
     page = cache_row
     if PAGED:
-        page = tl.load(pages_ptr + cache_row * pages_stride + slot // page_size, mask=stored, other=0)
-        page = page.to(tl.int64)
+        page = tl.load(pages_ptr + cache_row * pages_stride + (first % capacity) // page_size).to(tl.int64)
         slot = slot % page_size
     return page * page_stride + slot * slot_stride
 
@@ -111,9 +110,8 @@ def _call_tile(
 ):  # fmt: skip
     # Call a tile of keys and values into L2, without waiting for it.
     at = tl.minimum(tl.maximum(start + tl.arange(0, BLOCK), lowest), tl.maximum(highest - 1, lowest))
-    place = _places(
-        at, at >= 0, pages_ptr, cache_row, page_stride, slot_stride, pages_stride, capacity, page_size, PAGED
-    )
+    first = tl.minimum(tl.maximum(start, lowest), tl.maximum(highest - 1, lowest))
+    place = _places(at, first, pages_ptr, cache_row, page_stride, slot_stride, pages_stride, capacity, page_size, PAGED)
     BYTES: tl.constexpr = DIM * (key_base.dtype.element_ty.primitive_bitwidth // 8)
     prefetch(key_base + place, BYTES)
     prefetch(value_base + place, BYTES)
@@ -127,9 +125,7 @@ def _attend_tile(
 ):  # fmt: skip
     at = start + tl.arange(0, BLOCK)
     stored = (at < highest) & (at >= lowest)
-    place = _places(
-        at, stored, pages_ptr, cache_row, page_stride, slot_stride, pages_stride, capacity, page_size, PAGED
-    )
+    place = _places(at, start, pages_ptr, cache_row, page_stride, slot_stride, pages_stride, capacity, page_size, PAGED)
     offset = place[:, None] + tl.arange(0, DIM)[None, :]
     k = tl.load(key_base + offset, mask=stored[:, None], other=0.0)
     v = tl.load(value_base + offset, mask=stored[:, None], other=0.0)
@@ -338,6 +334,8 @@ def launch_decode_attention(
     _check(q, cache, out, group)
     is_exact = cache.dtype == torch.float32
     tile = tile or (EXACT_TILE if is_exact else HALF_TILE)
+    if pages is not None and page_size % tile.keys:
+        raise ValueError(f"pages of {page_size} keys are not whole tiles of {tile.keys}")
     requests, spans = starts.shape[0] - 1, workspace.mixed.shape[2]
     tiles = -(-max_rows // (QUERIES // group))
     groups = requests * tiles * kv_heads

@@ -44,16 +44,17 @@ def write_context(
     *,
     k_norm: Tensor | None = None,
     eps: float = 0.0,
+    pages: Tensor | None = None,
     is_settled: bool = False,
 ) -> None:
     """Store keys and values of all L layers of a drafter at their positions.
 
     kv [N, L*2K*D], or partial sums [S, N, ...] float32; positions [N]; rows [N] int32, -1 stores nothing; rope [P, D]
-    float32; cache [L, cache rows, 2K, slots, D]; k_norm [L, K, D] float32. ``is_settled`` as in ``write_qkv``.
+    float32; cache [L, pages, 2K, slots, D]; k_norm [L, K, D] float32. ``pages`` and ``is_settled`` as in ``write_qkv``.
     """
     if not kv.is_cuda:
-        write_context_reference(kv, positions, rows, rope, cache, k_norm, eps)
+        write_context_reference(kv, positions, rows, rope, cache, k_norm, eps, pages)
         return
     from sparkchat.kernels.rope.kernel import launch_write_context
 
-    launch_write_context(kv, positions, rows, rope, cache, k_norm, eps, is_settled)
+    launch_write_context(kv, positions, rows, rope, cache, k_norm, eps, pages, is_settled)

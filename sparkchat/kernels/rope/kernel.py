@@ -162,10 +162,11 @@ def launch_write_context(
     cache: Tensor,
     k_norm: Tensor | None,
     eps: float,
+    pages: Tensor | None = None,
     is_settled: bool = False,
 ) -> None:
     """See ``write_context``."""
-    _launch(kv, positions, rows, rope, cache, kv, positions.shape[0], 0, cache.shape[4], k_norm, eps, None, is_settled)
+    _launch(kv, positions, rows, rope, cache, kv, positions.shape[0], 0, cache.shape[4], k_norm, eps, pages, is_settled)
 
 
 def _launch(

@@ -36,14 +36,21 @@ def write_qkv_reference(
 
 
 def write_context_reference(
-    kv: Tensor, positions: Tensor, rows: Tensor, rope: Tensor, cache: Tensor, k_norm: Tensor | None, eps: float
+    kv: Tensor,
+    positions: Tensor,
+    rows: Tensor,
+    rope: Tensor,
+    cache: Tensor,
+    k_norm: Tensor | None,
+    eps: float,
+    pages: Tensor | None = None,
 ) -> None:
     """See ``write_context``."""
     layers, dim = cache.shape[0], cache.shape[-1]
     nothing = torch.empty((positions.shape[0], 0, dim), device=kv.device)
     for layer, part in enumerate(sum_of_parts(kv).chunk(layers, dim=1)):
         norm = None if k_norm is None else k_norm[layer]
-        write_qkv_reference(part, positions, rows, rope, cache[layer], nothing, norm, eps, None)
+        write_qkv_reference(part, positions, rows, rope, cache[layer], nothing, norm, eps, pages)
 
 
 def locate(rows: Tensor, positions: Tensor, page_size: int, pages: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ from sparkchat.models.attention import Span, SpanAttention, open_spans
 from sparkchat.models.base import ForwardBatch
 from sparkchat.models.dense import DecoderStack
 from sparkchat.models.fused import FusedStack, product
-from sparkchat.models.kv_cache import KVCache
+from sparkchat.models.kv_cache import KVCache, LayerStore
 from sparkchat.models.layers import Embedding, RMSNorm, rotate_
 from sparkchat.models.linear import PlainLinear, make_lanes
 from sparkchat.models.native import LaneLinear, NativeContext, run_parts
@@ -73,8 +73,8 @@ class ContextProjection:
         keys = self._k_norm.weight.expand(-1, self._shape.num_kv_heads, -1).contiguous()
         self._fused_norm = keys if all(isinstance(p, PlainLinear) for p in (self._fc, self._kv)) else None
 
-    def store(self, features: Tensor, rows: RowBatch, cache: Tensor, rope: Tensor) -> bool:
-        """Keys and values into cache [L, cache rows, 2K, slots, D] by kernels; False where they cannot."""
+    def store(self, features: Tensor, rows: RowBatch, store: LayerStore, rope: Tensor) -> bool:
+        """Keys and values of all layers into the store by kernels; False where they cannot."""
         fc, kv, norm = self._fc, self._kv, self._norm
         if self._fused_norm is None or not (isinstance(fc, PlainLinear) and isinstance(kv, PlainLinear)):
             return False
@@ -85,9 +85,10 @@ class ContextProjection:
             rows.positions,
             rows.cache_rows.int(),
             rope,
-            cache,
+            store.data,
             k_norm=self._fused_norm,
             eps=self._k_norm.eps,
+            pages=store.pages,
             is_settled=True,
         )
         return True
@@ -142,6 +143,11 @@ class Backbone:
         return part, hidden
 
     @property
+    def can_page(self) -> bool:
+        """Whether nothing here wants a cache row in one piece."""
+        return self._context.native is None and self._stack.native is None
+
+    @property
     def can_keep(self) -> bool:
         """Whether ``plan_kept`` can."""
         return self._context.native is not None and self._stack.native is not None
@@ -179,10 +185,11 @@ class Backbone:
     def store_rows(self, features: Tensor, rows: RowBatch, cache: KVCache) -> None:
         """As ``extend_context``, asking the host nothing; the cache keeps no count."""
         (store,) = cache.stores
-        if self.fused is not None and self._context.store(features, rows, store.data, self.fused.rope):
+        if self.fused is not None and self._context.store(features, rows, store, self.fused.rope):
             return
         kv = self._context(features, self._stack.rope.at(rows.positions))
-        store.data[:, rows.cache_rows, :, rows.positions] = kv.to(store.data.dtype)
+        at, slot = store.locate(rows.cache_rows, rows.positions)
+        store.data[:, at, :, slot] = kv.to(store.data.dtype)
 
     @property
     def embedding(self) -> Embedding:
@@ -208,11 +215,13 @@ class Backbone:
 def store_context(cache: KVCache, spans: list[Span], positions: Tensor, kv: Tensor) -> None:
     """Write kv [N, L, 2K, D] of all layers and count the rows as cached. Full-attention caches only."""
     (store,) = cache.stores
-    if len(spans) == 1:
+    cache.publish()
+    if len(spans) == 1 and store.pages is None:
         span = spans[0]
         store.data[:, span.cache_row, :, span.start : span.end] = kv.permute(1, 2, 0, 3)
     else:
         rows = torch.tensor([s.cache_row for s in spans for _ in range(s.count)], device=positions.device)
-        store.data[:, rows, :, positions] = kv.to(store.data.dtype)
+        at, slot = store.locate(rows, positions)
+        store.data[:, at, :, slot] = kv.to(store.data.dtype)
     for span in spans:
         cache.advance(span.cache_row, span.end)

@@ -8,6 +8,7 @@ vocabulary, Vd draft vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,6 +36,7 @@ from sparkchat.models.kv_cache import KVCache
 from sparkchat.models.layers import Embedding
 from sparkchat.models.linear import Linear, make_lanes
 from sparkchat.models.native import LaneLinear, run_parts
+from sparkchat.models.paged_cache import PagedCache
 from sparkchat.models.quant import GROUP, dense
 from sparkchat.models.rows import RowBatch
 from sparkchat.models.weights import FolderSource
@@ -131,10 +133,17 @@ class Drafter:
     def has_confidence(self) -> bool:
         return self._confidence is not None
 
-    def new_cache(self, max_rows: int, context: int) -> KVCache:
-        """Room for ``max_rows`` requests of ``context`` positions and a block behind them."""
+    @property
+    def can_page(self) -> bool:
+        """See ``DenseModel.can_page``."""
+        return self._backbone.can_page
+
+    def new_cache(self, max_rows: int, context: int, pages: int | None = None) -> KVCache:
+        """Room for ``max_rows`` requests of ``context`` positions and a block behind them, in ``pages`` of all rows
+        together if that is given (``can_page``)."""
         shape = self.config.decoder
-        return KVCache(
+        kind = KVCache if pages is None else partial(PagedCache, num_pages=pages)
+        return kind(
             shape.windows,
             shape.num_kv_heads,
             shape.head_dim,

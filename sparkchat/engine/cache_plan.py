@@ -1,0 +1,153 @@
+"""How large the caches of a pair are made: rows, positions of a row, and pages where rows share them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sparkchat.engine.captured.build import BLOCKS_BEHIND, SPARE_ROWS
+from sparkchat.engine.captured.memory import fitting_cache, fitting_context, free_bytes, storage_of
+from sparkchat.engine.captured.tiers import row_tiers
+from sparkchat.engine.prefill import CHUNK_ROWS
+from sparkchat.errors import UsageError
+from sparkchat.kernels.attention import attention_bytes
+from sparkchat.memory_plan import KEPT_SESSIONS
+from sparkchat.models.page_table import PAGE_SIZE, pages_of
+from sparkchat.params import LoadSpec
+
+Progress = Callable[[dict[str, Any]], None]
+
+
+@dataclass(frozen=True)
+class CachePlan:
+    """Sizes of the caches of target and drafter."""
+
+    context: int
+    """Most tokens of one request."""
+    rows: int
+    room: int
+    """Positions of a row: the context, and what is drafted over its end."""
+    max_span: int
+    num_pages: int | None = None
+    """Of the target; None gives every row storage of its own."""
+    has_limit: bool = False
+    """Fewer tokens than all rows could hold."""
+
+    @property
+    def num_tokens(self) -> int | None:
+        """Tokens that all requests may have cached together."""
+        return None if self.num_pages is None else self.num_pages * PAGE_SIZE
+
+    def new_caches(self, target: Any, drafter: Any) -> tuple[Any, Any]:
+        paged: dict[str, Any] = {} if self.num_pages is None else {"pages": self.num_pages}
+        cache = target.new_cache(self.rows, self.room, self.max_span, **paged)
+        if drafter is None:
+            return cache, None
+        if self.num_pages is not None:
+            # A block reaches further than what is verified of it: the drafter's pages never are what is lacking.
+            paged = {"pages": self.num_pages + self.rows}
+        return cache, drafter.new_cache(self.rows, self.room, **paged)
+
+
+def plan_caches(
+    spec: LoadSpec, device: torch.device, target: Any, drafter: Any, longest: int, captures: bool, progress: Progress
+) -> CachePlan:
+    """``longest``: the context asked for, or the model's own. ``captures``: steps are to be captured.
+
+    Raises NotEnoughMemory, and UsageError for a limit that this pair cannot keep.
+    """
+    block = 0 if drafter is None else drafter.config.block_size
+    rows = spec.concurrency + KEPT_SESSIONS + (SPARE_ROWS if captures else 0)
+    behind = (block + 1) * (BLOCKS_BEHIND if captures else 1)
+    is_paged = can_page(target, drafter) and (captures or device.type == "cuda")
+    context, num_pages, most = longest, None, 0
+    if is_paged:
+        context, num_pages = _pages(spec, device, target, drafter, longest, rows, behind, progress)
+        most = rows * pages_of(context + behind)
+    else:
+        if spec.cache_tokens is not None:
+            raise UsageError(f"--cache-tokens was given, but requests of {spec.name} share no cache here; leave it out")
+        if captures:
+            context = _context_for_graphs(spec, longest, rows, target, drafter, progress)
+    room, max_span = context + behind, max(CHUNK_ROWS, block + 1)
+    return CachePlan(context, rows, room, max_span, num_pages, num_pages is not None and num_pages < most)
+
+
+def can_page(target: Any, drafter: Any) -> bool:
+    """Whether the caches of both may lie in pages."""
+    return all(getattr(model, "can_page", False) for model in (target, drafter) if model is not None)
+
+
+def _pages(
+    spec: LoadSpec,
+    device: torch.device,
+    target: Any,
+    drafter: Any,
+    longest: int,
+    rows: int,
+    behind: int,
+    progress: Progress,
+) -> tuple[int, int]:
+    """The context, and the target's pages."""
+    per_token, fixed, free = 1, 0, None
+    if device.type == "cuda":
+        per_token, per_row = storage_of(target, drafter, max(CHUNK_ROWS, behind))
+        # Blank pages and those of nobody, and the drafter's that are more than the target's.
+        fixed = rows * (per_row + PAGE_SIZE * per_token) + step_bytes(spec, target, drafter, longest + behind)
+        free = free_bytes(device)
+    context, tokens, notice = fitting_cache(
+        spec.context,
+        longest,
+        spec.cache_tokens,
+        sharers=spec.concurrency + KEPT_SESSIONS,
+        behind=behind,
+        bytes_per_token=per_token,
+        fixed_bytes=fixed,
+        free_bytes=free,
+        name=spec.name,
+    )
+    if notice is not None:
+        progress({"event": "notice", "id": None, "message": notice})
+    return context, tokens // PAGE_SIZE
+
+
+def step_bytes(spec: LoadSpec, target: Any, drafter: Any, end: int = 0) -> int:
+    """Bytes of a step's own buffers: laws over the vocabulary, and with ``end`` positions what attention leaves."""
+    config, block, size = target.config, 0, 0
+    if drafter is not None:
+        block = drafter.config.block_size
+        size = 2 * 4 * spec.concurrency * block * drafter.config.draft_vocab_size
+        if end:
+            size += attention_bytes(spec.concurrency * block, *_heads(drafter), end)
+    if end:
+        size += attention_bytes(row_tiers(block, spec.concurrency)[-1], *_heads(target), end)
+    return size + 2 * 4 * spec.concurrency * (block + 1) * config.vocab_size
+
+
+def _heads(model: Any) -> tuple[int, int]:
+    return model.config.decoder.num_heads, model.config.decoder.head_dim
+
+
+def _context_for_graphs(spec: LoadSpec, context: int, rows: int, target: Any, drafter: Any, progress: Progress) -> int:
+    """What there is room for when captured steps take all storage at once. Raises NotEnoughMemory."""
+    # Of ranks that share a model, each keeps the whole state of every request.
+    own, own_drafter = getattr(target, "inner", target), getattr(drafter, "inner", drafter)
+    if own.device.type != "cuda" or not hasattr(own, "decode_rows"):
+        return context
+    block = 0 if drafter is None else drafter.config.block_size
+    per_position, per_row = storage_of(own, own_drafter, max(CHUNK_ROWS, block + 1))
+    context, notice = fitting_context(
+        spec.context,
+        context,
+        rows=rows,
+        bytes_per_position=per_position,
+        law_bytes=rows * per_row + step_bytes(spec, target, drafter),
+        free_bytes=free_bytes(target.device),
+        name=spec.name,
+    )
+    if notice is not None:
+        progress({"event": "notice", "id": None, "message": notice})
+    return context
