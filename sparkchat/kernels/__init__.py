@@ -92,9 +92,6 @@ side (models/weights.py). "half" is bf16 or fp16; fp32 works everywhere and is e
         messages between ranks, laid where all of them read, that end with a meeting; ranks/rows.py: rows of tables;
         ranks/exchange.py: rows that ranks push to each other and add within the kernel that reads them.
 
-    from sparkchat.kernels.ahead import Lane
-        weights called into L2 on a stream beside the one that computes.
-
     from sparkchat.kernels.gate import Routing, route
     route(logits, routing, scale, *, bias=None, table=None, token_ids=None, arrived=None)
         logits [N, E] fp32, or partial sums [S, N, E]: small_gemm(x, gate weight, ..., epilogue="partials"). Fills

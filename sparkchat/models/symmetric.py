@@ -33,7 +33,7 @@ from sparkchat.models.parallel import ProcessGroup, add_parts
 SWITCH = "SPARKCHAT_SHARED_SUMS"
 """In the environment: 0 leaves all messages to NCCL, torch takes barriers of torch's, a launch each; else ranks meet at
 the end of the kernel that writes a message (``kernels.ranks``), and what is read within a kernel they push to each
-other (``kernels.ranks.exchange``) unless it says publish."""
+other (``kernels.ranks.exchange``)."""
 ROOM_BYTES = 4 << 20
 """Of a message in a slot: the logits of a verified block, or rows of several requests."""
 INBOX_BYTES = 4 << 20
@@ -209,9 +209,7 @@ def open_group(device: torch.device) -> ProcessGroup:
         room = sums[: x.nbytes].view(x.dtype).view(x.shape)
         return torch.ops.symm_mem.one_shot_all_reduce_copy(room, x, "sum", world.group_name)
 
-    group = SymmetricGroup(
-        handle, one_shot, None if way == "torch" else pads, None if way in ("torch", "publish") else inboxes
-    )
+    group = SymmetricGroup(handle, one_shot, *((None, None) if way == "torch" else (pads, inboxes)))
     # The first use on every rank, before any graph: what it sets up must not be captured. NCCL's barrier first: flags
     # that a rank has not yet lowered for the first time must not be raised.
     dist.barrier()

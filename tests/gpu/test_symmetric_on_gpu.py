@@ -18,7 +18,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("way", ["torch", "publish", "push"])
+@pytest.mark.parametrize("way", ["torch", "push"])
 def test_sums_of_two_gpus(way: str, tmp_path: Path) -> None:
     command = [sys.executable, str(PROGRAM)]
     ranks = [

@@ -14,8 +14,6 @@ import torch
 import triton
 
 from kernels.ahead import CPU, HALF, Driver, compile_only
-from sparkchat.kernels.ahead import pieces
-from sparkchat.kernels.ahead.kernel import launch_call_ahead
 from sparkchat.kernels.experts import COUNTERS, ExpertBuffers, TiledBank, TiledExperts
 from sparkchat.kernels.experts.kernel import launch_add_parts, launch_down, launch_gate_up
 from sparkchat.kernels.experts.plan import WHOLE_TRIED
@@ -75,7 +73,6 @@ def ranks() -> None:
     publish_sum(torch.zeros(7, 6, D), torch.zeros(6, D), pads, 1)
     x, out = torch.zeros(6, D, dtype=HALF), torch.zeros(6, D, dtype=HALF)
     launch_fp8_linear(x, tiles_of(D, D), out, 1, False, meeting=Meeting(pads, 1))
-    launch_call_ahead(pieces([x, out]))
 
 
 def route() -> None:

@@ -6,7 +6,6 @@ speed and may follow from the number of rows.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, replace
 
 from sparkchat.kernels.tiles.packing import OUTS, STEP
@@ -91,8 +90,7 @@ WHOLE_TRIED = {str(cut[2]): _whole(*cut) for cut in ((4, 3, 8), (3, 3, 9))}
 
 With one buffer for the shared expert's codes, which are twice as long, its units take as long as all others together.
 """
-WHOLE = WHOLE_TRIED.get(os.environ.get("SPARKCHAT_EXPERTS", "8"))
-"""``SPARKCHAT_EXPERTS``: 9 takes the other one tried, ``apart`` two launches; to measure with."""
+WHOLE = WHOLE_TRIED["8"]
 IN_WHOLE = 5, 8
 """Rows of a batch that take one launch: of fewer what the shared expert's units take one after the other is the time of
 the launch, of more two launches have more warps at work. benchmarks/results/2026-11-30-v4-experts.md"""

@@ -5,7 +5,6 @@ Shapes: N rows, d hidden size, H heads, c head dimension, G output groups.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from sparkchat.models.deepseek_v4.row_pass import RowPass
 from sparkchat.models.deepseek_v4.row_products import RowProducts
 from sparkchat.models.deepseek_v4.scope import Scope
 from sparkchat.models.deepseek_v4.sight import Sight
-from sparkchat.models.deepseek_v4.tile_products import TileProducts, in_parts, into_room, tiles_of
+from sparkchat.models.deepseek_v4.tile_products import TileProducts, in_parts, into_room
 
 
 class LatentAttention:
@@ -68,7 +67,6 @@ class LatentAttention:
         cache, shape = rows.store(ratio).latents.data[rows.index_of(layer)], room.shapes[ratio]
         low_rank = torch.empty((x.shape[0], self._low_rank_norm.weight.shape[0]), dtype=self._dtype, device=x.device)
         ranks, latents, pooled = self._joined().of_input(x)
-        room.ahead.call(*self._joined().query_weights)
         norms = self._latent_norm.weight, self._low_rank_norm.weight
         if pooled is None:
             write_latents(
@@ -79,7 +77,6 @@ class LatentAttention:
             self._compress_rows(pooled, written, layer, rows)
         has_choice = room.scores is not None and self._indexer is not None
         queries, index_queries = self._joined().of_low_ranks(low_rank, has_choice)
-        room.ahead.call(*self._last_weights)
         chosen = None
         if pooled is not None and index_queries is not None:
             chosen = self._choose_entries(index_queries, pooled, layer, rows)
@@ -147,15 +144,6 @@ class LatentAttention:
     def join_pools(self) -> None:
         """Move weights that are multiplied together into one piece of memory, once, before anything is captured."""
         self._joined()
-
-    @property
-    def first_weights(self) -> Sequence[Tensor]:
-        """What ``by_kernels`` multiplies by first."""
-        return self._joined().first_weights
-
-    @property
-    def _last_weights(self) -> Sequence[Tensor]:
-        return () if self._tiles is None else (self._tiles.inner.tiles, *tiles_of(self._output))
 
     def _joined(self) -> RowProducts:
         if self._products is None:

@@ -6,8 +6,6 @@ that a row's bits do not depend on where its batch mates are sent.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -80,13 +78,6 @@ class ExpertMixture:
         weights, chosen = self.gate(x, token_ids)
         mix = self.mix if asks_host else self.mix_of_all
         return self._group.sum(mix(x, weights, chosen) + self._shared(x)).to(x.dtype)
-
-    @property
-    def first_weights(self) -> Sequence[Tensor]:
-        """What every row is multiplied by first, by kernels: the router's weight and the shared expert's."""
-        if self._tiles is None:
-            return ()
-        return *self.gate.weights, self._tiles.shared_gate_up.tiles
 
     def own_part(self, x: Tensor, token_ids: Tensor, may_be_parts: bool) -> Tensor:
         """This rank's part of the sum [N, d] float32, or parts of that [P, N, d] to be added in order; nothing is asked

@@ -86,12 +86,10 @@ class FusedStack:
 
         for index, (layer, weights) in enumerate(zip(self._stack.layers, self._streams, strict=True)):
             before_attention, before_experts = layer.norms
-            self.room.ahead.call(*layer.attention.first_weights)
             read(weights[0], before_attention, index - 1, normed)
             # Whether the sum is made in parts decides its bits, and must not follow from how few rows there are.
             may_be_parts = self._group.size == 1 or (self._exchanges and count <= MOST_ROWS)
             output = self._parts(layer.attention.by_kernels(normed, index, rows, may_be_parts))
-            self.room.ahead.call(*layer.experts.first_weights)
             # The streams between the two sub-blocks of a layer are nobody's tap.
             read(weights[1], before_experts, -2, normed)
             may_be_parts = self._group.size == 1 or self._group.adds_parts
@@ -99,7 +97,6 @@ class FusedStack:
         taken = torch.empty_like(normed)
         hidden = torch.empty((count, width), device=streams.device)
         read(self._head, self._norm, len(self._stack.layers) - 1, hidden, taken)
-        self.room.ahead.join()
         return taken, hidden, streams, means
 
     def _parts(self, part: Tensor) -> Tensor | PartList | Sent:

@@ -5,8 +5,6 @@ Shapes: N rows, d hidden size, E experts, k experts of a row. All in float32.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -59,11 +57,6 @@ class Gate:
     def has_kernel(self) -> bool:
         """Whether ``route`` may be called."""
         return self._weight is not None
-
-    @property
-    def weights(self) -> Sequence[Tensor]:
-        """What ``route`` multiplies by."""
-        return () if self._weight is None else (self._weight,)
 
     def route(self, x: Tensor, token_ids: Tensor) -> Routing:
         """What ``__call__`` gives, with the lists that the experts' kernels read. Asks nothing of the host."""

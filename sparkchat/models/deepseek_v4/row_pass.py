@@ -54,10 +54,6 @@ class RowRoom:
         spans = max(latent_spans(shape, end) for shape in self.shapes.values())
         self.latents: LatentWorkspace = latent_workspace(most_rows, num_heads, config.head_dim, spans, device)
         self.streams: HyperWorkspace = hyper_workspace(most_rows, config.hidden_size, device, config.hc_mult)
-        # A machine without a GPU may have no triton, which this import brings in.
-        from sparkchat.kernels.ahead import Lane
-
-        self.ahead = Lane.of(device)
         self.scores = self.chosen = None
         if SPARSE_RATIO in cache.stores and end // SPARSE_RATIO > config.index_topk:
             shape = IndexShape(

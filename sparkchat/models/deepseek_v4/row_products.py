@@ -20,7 +20,7 @@ from sparkchat.models.deepseek_v4.indexer import Indexer
 from sparkchat.models.deepseek_v4.packed import MOST_ROWS, TiledLinear
 from sparkchat.models.deepseek_v4.pooling import Pooled, PoolProducts
 from sparkchat.models.deepseek_v4.scope import RoundedLinear
-from sparkchat.models.deepseek_v4.tile_products import TileProducts, tiles_of
+from sparkchat.models.deepseek_v4.tile_products import TileProducts
 from sparkchat.models.linear import Linear
 
 
@@ -43,21 +43,6 @@ class RowProducts:
         self._both = None if indexer is None else _joined(queries, indexer.projections[0])
         """Of queries and of index queries"""
         self._cut = 0 if self._both is None else _inner_of(queries).weight.shape[0]
-
-    @property
-    def first_weights(self) -> Sequence[Tensor]:
-        """What ``of_input`` reads, where its weights lie in tiles."""
-        if self._tiles is None:
-            return ()
-        joined = None if self._pooling is None else self._pooling.joined
-        return (self._tiles.joint.tiles,) if joined is None else (self._tiles.joint.tiles, joined)
-
-    @property
-    def query_weights(self) -> Sequence[Tensor]:
-        """What ``of_low_ranks`` reads, where it lies in tiles."""
-        if self._both is not None:
-            return (self._both.tiles,)
-        return tiles_of(self._queries)
 
     def of_input(self, x: Tensor) -> tuple[Tensor, Tensor, Pooled | None]:
         """x [N, d] -> low ranks [N, r] and latents [N, c], each whole or float32 parts [P, N, ...] to be added in

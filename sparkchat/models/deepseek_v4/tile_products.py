@@ -105,12 +105,6 @@ def into_room(linear: Linear, x: Tensor, group: Group) -> Tensor:
     return room
 
 
-def tiles_of(linear: Linear) -> tuple[Tensor, ...]:
-    """The codes that ``linear`` multiplies by, where they lie in tiles."""
-    inner = _taken_apart(linear)[1]
-    return () if inner is None else (inner.weight.tiles,)
-
-
 def _taken_apart(linear: Linear) -> tuple[bool, TiledLinear | None]:
     """Whether inputs are rounded, and what multiplies them where its weight lies in tiles."""
     inner = linear.inner if isinstance(linear, RoundedLinear) else linear

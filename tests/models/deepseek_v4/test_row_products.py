@@ -76,7 +76,7 @@ def test_what_reads_the_input_and_the_low_ranks(monkeypatch: Any) -> None:
         alone, none = made.of_low_ranks(low, False)
         assert none is None and torch.equal(alone, queries[0](low))
         # What the linears multiply by lies in the common piece.
-        assert made.query_weights[0].data_ptr() == inner[0].weight.tiles.data_ptr()
+        assert made._both is not None and made._both.tiles.data_ptr() == inner[0].weight.tiles.data_ptr()
 
 
 def test_the_weights_of_index_heads_are_the_last() -> None:
