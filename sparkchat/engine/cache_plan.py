@@ -62,7 +62,7 @@ def plan_caches(
     block = 0 if drafter is None else drafter.config.block_size
     rows = spec.concurrency + KEPT_SESSIONS + (SPARE_ROWS if captures else 0)
     behind = (block + 1) * (BLOCKS_BEHIND if captures else 1)
-    is_paged = can_page(target, drafter) and (captures or device.type == "cuda")
+    is_paged = can_page(target, drafter) and (captures or device.type == "cuda" or spec.cache_tokens is not None)
     context, num_pages, most = longest, None, 0
     if is_paged:
         context, num_pages = _pages(spec, device, target, drafter, longest, rows, behind, progress)

@@ -83,7 +83,7 @@ class Scheduler:
 
     def _spare(self, state: RequestState, length: int) -> int:
         """Positions that must be free behind ``length`` cached ones."""
-        return max(0, min(ROOM_TO_RUN, self._whole - length))
+        return max(0, min(ROOM_TO_RUN, state.remaining, self._whole - length))
 
     def reserve(self, reach: Callable[[RequestState], Reach]) -> bool:
         """Hold room for the coming step of every decoding request; False where there is too little."""
