@@ -177,7 +177,7 @@ def test_settings_may_change_while_set_aside(graphs: bool, engines: Engines) -> 
     lines = [line | {"mode": None, "max_tokens": 100} for line in lines_of("off", "sampled", 3)]
     for runner in (ample, little):
         runner.engine.set_mode("off")
-    aside, events = until_one_is_aside(little, lines)
+    aside, _ = until_one_is_aside(little, lines)
     state = little.engine._scheduler.find(aside)
     assert state is not None
     done, number = len(state.delivered), int(aside[1:])
