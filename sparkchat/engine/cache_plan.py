@@ -15,10 +15,12 @@ from sparkchat.engine.prefill import CHUNK_ROWS
 from sparkchat.errors import UsageError
 from sparkchat.kernels.attention import attention_bytes
 from sparkchat.memory_plan import KEPT_SESSIONS
-from sparkchat.models.page_table import PAGE_SIZE, pages_of
+from sparkchat.models.page_table import PAGE_SIZE
 from sparkchat.params import LoadSpec
 
 Progress = Callable[[dict[str, Any]], None]
+_GROWTH_STEP = 512
+"""Positions by which storage that grows may be larger than it has to be (kv_cache.key_slots)."""
 
 
 @dataclass(frozen=True)
@@ -31,25 +33,24 @@ class CachePlan:
     room: int
     """Positions of a row: the context, and what is drafted over its end."""
     max_span: int
-    num_pages: int | None = None
-    """Of the target; None gives every row storage of its own."""
-    has_limit: bool = False
-    """Fewer tokens than all rows could hold."""
-
-    @property
-    def num_tokens(self) -> int | None:
-        """Tokens that all requests may have cached together."""
-        return None if self.num_pages is None else self.num_pages * PAGE_SIZE
+    num_tokens: int | None = None
+    """That all requests may have cached together; None where nothing limits them but their rows."""
+    is_paged: bool = False
+    """The tokens lie in pages; else in storage that grows."""
 
     def new_caches(self, target: Any, drafter: Any) -> tuple[Any, Any]:
-        paged: dict[str, Any] = {} if self.num_pages is None else {"pages": self.num_pages}
-        cache = target.new_cache(self.rows, self.room, self.max_span, **paged)
+        cache = target.new_cache(self.rows, self.room, self.max_span, **self._limit(0))
         if drafter is None:
             return cache, None
-        if self.num_pages is not None:
-            # A block reaches further than what is verified of it: the drafter's pages never are what is lacking.
-            paged = {"pages": self.num_pages + self.rows}
-        return cache, drafter.new_cache(self.rows, self.room, **paged)
+        # A block reaches further than what is verified of it: the drafter's room never is what is lacking.
+        return cache, drafter.new_cache(self.rows, self.room, **self._limit(self.rows))
+
+    def _limit(self, more_pages: int) -> dict[str, int]:
+        if self.num_tokens is None:
+            return {}
+        if self.is_paged:
+            return {"pages": self.num_tokens // PAGE_SIZE + more_pages}
+        return {"tokens": self.num_tokens + more_pages * _GROWTH_STEP}
 
 
 def plan_caches(
@@ -63,17 +64,17 @@ def plan_caches(
     rows = spec.concurrency + KEPT_SESSIONS + (SPARE_ROWS if captures else 0)
     behind = (block + 1) * (BLOCKS_BEHIND if captures else 1)
     is_paged = can_page(target, drafter) and (captures or device.type == "cuda" or spec.cache_tokens is not None)
-    context, num_pages, most = longest, None, 0
-    if is_paged:
-        context, num_pages = _pages(spec, device, target, drafter, longest, rows, behind, progress)
-        most = rows * pages_of(context + behind)
-    else:
-        if spec.cache_tokens is not None:
-            raise UsageError(f"--cache-tokens was given, but requests of {spec.name} share no cache here; leave it out")
-        if captures:
-            context = _context_for_graphs(spec, longest, rows, target, drafter, progress)
-    room, max_span = context + behind, max(CHUNK_ROWS, block + 1)
-    return CachePlan(context, rows, room, max_span, num_pages, num_pages is not None and num_pages < most)
+    context, tokens = longest, None
+    if is_paged or (spec.cache_tokens is not None and can_limit(target, drafter) and not captures):
+        context, tokens = _shared_tokens(spec, device, target, drafter, longest, rows, behind, progress)
+        if tokens < spec.concurrency * context:
+            words = f"the cache holds {tokens} tokens, and up to {spec.concurrency} requests share it"
+            progress({"event": "notice", "id": None, "message": f"{words}; who finds no room in it waits"})
+    elif spec.cache_tokens is not None:
+        raise UsageError(f"--cache-tokens was given, but requests of {spec.name} share no cache here; leave it out")
+    elif captures:
+        context = _context_for_graphs(spec, longest, rows, target, drafter, progress)
+    return CachePlan(context, rows, context + behind, max(CHUNK_ROWS, block + 1), tokens, is_paged)
 
 
 def can_page(target: Any, drafter: Any) -> bool:
@@ -81,7 +82,12 @@ def can_page(target: Any, drafter: Any) -> bool:
     return all(getattr(model, "can_page", False) for model in (target, drafter) if model is not None)
 
 
-def _pages(
+def can_limit(target: Any, drafter: Any) -> bool:
+    """Whether the caches of both may share their room in some way."""
+    return all(hasattr(model, "can_page") for model in (target, drafter) if model is not None)
+
+
+def _shared_tokens(
     spec: LoadSpec,
     device: torch.device,
     target: Any,
@@ -91,7 +97,7 @@ def _pages(
     behind: int,
     progress: Progress,
 ) -> tuple[int, int]:
-    """The context, and the target's pages."""
+    """The context, and the tokens that all requests share."""
     per_token, fixed, free = 1, 0, None
     if device.type == "cuda":
         per_token, per_row = storage_of(target, drafter, max(CHUNK_ROWS, behind))
@@ -111,7 +117,7 @@ def _pages(
     )
     if notice is not None:
         progress({"event": "notice", "id": None, "message": notice})
-    return context, tokens // PAGE_SIZE
+    return context, tokens
 
 
 def step_bytes(spec: LoadSpec, target: Any, drafter: Any, end: int = 0) -> int:

@@ -128,6 +128,8 @@ class SharesRoom(Protocol):
 
     def trim(self, row: int) -> None: ...
 
+    def close_gaps(self) -> dict[int, int]: ...
+
     def publish(self) -> None: ...
 
     def save(self, row: int) -> SavedRow: ...
@@ -166,6 +168,8 @@ class SlotTable:
         self._cache = cache
         self._draft_cache = draft_cache
         self._idle: OrderedDict[str, Slot] = OrderedDict()
+        self._open_slots: list[Slot] = []
+        """Those of running requests and idle sessions."""
         caches = [cache for cache in (cache, draft_cache) if cache is not None]
         self._shares_room = all(isinstance(cache, SharesRoom) for cache in caches)
         """Rows take room from one storage, and can be set aside; else it is enough that there is a row."""
@@ -239,7 +243,7 @@ class SlotTable:
             device = self._draft_cache.stores[0].data.device
             for rows in saved.pending:
                 draft.add(rows.to(device))
-        return Slot(row, draft)
+        return self._opened(Slot(row, draft))
 
     def _open(self) -> Slot:
         while True:
@@ -250,12 +254,30 @@ class SlotTable:
                 if not self._idle:
                     raise
                 self._free(self._idle.popitem(last=False)[1])
-        return Slot(row, None if self._draft_cache is None else DraftContext(self._draft_cache.allocate()))
+        draft = None if self._draft_cache is None else DraftContext(self._draft_cache.allocate())
+        return self._opened(Slot(row, draft))
+
+    def _opened(self, slot: Slot) -> Slot:
+        self._open_slots.append(slot)
+        return slot
+
+    def _close_gaps(self) -> None:
+        """Rows of limited storage move together before more of it is taken."""
+        if not self._shares_room:
+            return
+        moved = self._cache.close_gaps()
+        drafts = {} if self._draft_cache is None else self._draft_cache.close_gaps()
+        if moved or drafts:
+            for slot in self._open_slots:
+                slot.row = moved.get(slot.row, slot.row)
+                if slot.draft is not None:
+                    slot.draft.row = drafts.get(slot.draft.row, slot.draft.row)
 
     def _give_way(self, slot: Slot | None, reach: Reach, first: str | None = None) -> bool:
         """Let as few idle sessions as possible go, ``first`` before others, so that a slot (None: a new one) has room;
         none where all of them would not be enough."""
         if slot is not None and self._has_room(slot, reach, []):
+            self._close_gaps()
             return True
         names = [name for name, idle in self._idle.items() if idle is not slot and name != first]
         going = [first] if first in self._idle and slot is None else []
@@ -265,6 +287,7 @@ class SlotTable:
             going.append(names.pop(0))
         for name in going:
             self._free(self._idle.pop(name))
+        self._close_gaps()
         return True
 
     def _has_room(self, slot: Slot | None, reach: Reach, going: list[Slot]) -> bool:
@@ -314,3 +337,4 @@ class SlotTable:
     def _free(self, slot: Slot) -> None:
         for cache, row in self._rows(slot):
             cache.free(row)
+        self._open_slots = [other for other in self._open_slots if other is not slot]

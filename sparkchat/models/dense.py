@@ -134,10 +134,12 @@ class DenseModel:
         """Whether its cache may lie in pages: processor kernels want a row in one piece."""
         return self.stack.native is None and None in self.config.decoder.windows
 
-    def new_cache(self, max_rows: int, context: int, max_block: int, pages: int | None = None) -> KVCache:
-        """``pages``: of all rows together (``can_page``); None gives every row storage of its own."""
+    def new_cache(
+        self, max_rows: int, context: int, max_block: int, *, pages: int | None = None, tokens: int | None = None
+    ) -> KVCache:
+        """``pages``: of all rows together (``can_page``); without, storage grows, to ``tokens`` at most if given."""
         shape = self.config.decoder
-        kind = KVCache if pages is None else partial(PagedCache, num_pages=pages)
+        kind = partial(KVCache, tokens=tokens) if pages is None else partial(PagedCache, num_pages=pages)
         return kind(
             shape.windows,
             shape.num_kv_heads,

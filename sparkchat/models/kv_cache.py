@@ -89,6 +89,13 @@ class LayerStore:
         self.data = self._zeros(max(rows, have_rows), slots, old.dtype, old.device)
         self.data[:, :have_rows, :, :have_slots] = old
 
+    def resize(self, rows: int, slots: int) -> None:
+        """Exactly so many rows and slots; what lies beyond is gone."""
+        old = self.data
+        self.data = self._zeros(rows, slots, old.dtype, old.device)
+        rows, slots = min(rows, old.shape[1]), min(slots, old.shape[3])
+        self.data[:, :rows, :, :slots] = old[:, :rows, :, :slots]
+
     def clear(self, row: int, written: int) -> None:
         """Zeros in the place of all that was written below ``written``: a damaged model may have left NaN there."""
         self.data[:, row, :, : min(written, self.slots)].zero_()
@@ -123,8 +130,13 @@ class KVCache:
         max_span: int,
         dtype: torch.dtype,
         device: torch.device,
+        tokens: int | None = None,
     ) -> None:
-        """``windows`` has one entry per layer; ``max_span`` is the most rows one span may have."""
+        """``windows`` has one entry per layer; ``max_span`` is the most rows one span may have; ``tokens`` is the most
+        that storage which grows may come to, rows times slots, where it must not come to all of them."""
+        self._most = None if tokens is None else max(tokens, key_slots(context))
+        self._ends: dict[int, int] = {}
+        """Row -> how many positions it holds room for, where room is limited."""
         self.num_kv_heads, self.head_dim = num_kv_heads, head_dim
         self.max_rows, self.context, self.max_span = max_rows, context, max_span
         limit = key_slots(context)
@@ -162,13 +174,30 @@ class KVCache:
             raise ValueError(f"all {self.max_rows} cache rows are taken")
         have = self.stores[0].data.shape[1] if self.stores else 1
         rows = min(self.max_rows, max(row + 1, have if row < have else 2 * have))
+        self._lengths[row] = self._ends[row] = 0
         for store in self.stores:
-            store.grow(rows, store.slots)
+            self._grow(store, rows, store.slots)
             if self._written[row]:
                 store.clear(row, self._written[row])
         self._written[row] = 0
-        self._lengths[row] = 0
         return row
+
+    def _grow(self, store: LayerStore, rows: int, slots: int) -> None:
+        """Room for ``rows`` rows of ``slots``, and some in advance; only what is needed where room is limited."""
+        have_rows, have_slots = store.data.shape[1], store.slots
+        if self._most is None or store.is_ring or (rows <= have_rows and slots <= have_slots):
+            store.grow(rows, slots)
+            return
+        slots = max(have_slots, slots if slots <= have_slots else max(slots, 2 * have_slots))
+        slots = min(key_slots(slots), key_slots(self.context))
+        if max(rows, have_rows) * slots > self._most:
+            rows, slots = self._needed()
+            slots = max(slots, self._most // rows // _SUM_BLOCK * _SUM_BLOCK)
+        store.resize(max(rows, self._needed()[0]), slots)
+
+    def _needed(self) -> tuple[int, int]:
+        """Rows up to the last that is held, and slots of the longest."""
+        return max(self._lengths, default=0) + 1, key_slots(max(1, *self._ends.values()))
 
     def fill(self) -> None:
         """Take all the storage there can be, so that addresses never change again."""
@@ -177,17 +206,38 @@ class KVCache:
 
     def free(self, row: int) -> None:
         del self._lengths[row]
+        self._ends.pop(row, None)
 
     def can_take(self, row: int | None, end: int, without: Collection[int] = ()) -> bool:
         """Whether there is room for the positions below ``end`` of a row (None: of a new one), once the rows
         ``without`` are free."""
-        return row is not None or len(self._lengths) - len(without) < self.max_rows
+        if row is None and len(self._lengths) - len(without) >= self.max_rows:
+            return False
+        if self._most is None or all(store.is_ring for store in self.stores):
+            return True
+        ends = [held for other, held in self._ends.items() if other not in without]
+        return (len(ends) + (row is None)) * key_slots(max(end, 1, *ends)) <= self._most
 
     def take(self, row: int, end: int) -> None:
         """Hold room for the positions of the row below ``end``."""
+        self._ends[row] = max(self._ends[row], end)
 
     def trim(self, row: int) -> None:
         """Give back room behind the row's length."""
+        self._ends[row] = self._lengths[row]
+
+    def close_gaps(self) -> dict[int, int]:
+        """Where room is limited and rows that are free lie between others: move the last ones there, so that storage
+        may end behind those that are held. Returns where each moved row lies now."""
+        moved: dict[int, int] = {}
+        while self._most is not None and len(self._lengths) <= (source := max(self._lengths, default=-1)):
+            target = next(row for row in range(source) if row not in self._lengths)
+            for store in self.stores:
+                store.data[:, target] = store.data[:, source]
+            self._lengths[target], self._ends[target] = self._lengths.pop(source), self._ends.pop(source)
+            self._written[target] = self._written[source]
+            moved[source] = target
+        return moved
 
     def publish(self) -> None:
         """Bring the device up to date on who holds what."""
@@ -208,8 +258,9 @@ class KVCache:
 
     def _make_room(self, row: int, end: int) -> None:
         """Storage for positions below ``end`` of the row."""
+        self.take(row, end)
         for store in self.stores:
-            store.grow(store.data.shape[1], end)
+            self._grow(store, store.data.shape[1], end)
 
     def length(self, row: int) -> int:
         """Positions 0..length-1 of the row are cached."""

@@ -158,6 +158,10 @@ class PagedCache(KVCache):
         gained = sum(len(self.table.held(r)) for r in without)
         return super().can_take(row, end, without) and self.table.missing(row, end) <= self.table.num_free + gained
 
+    def close_gaps(self) -> dict[int, int]:
+        """A page is as good as any other."""
+        return {}
+
     def take(self, row: int, end: int) -> None:
         """Raises ValueError when too few pages are free."""
         self.table.take(row, end)

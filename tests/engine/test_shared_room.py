@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from engine.test_scheduler import names, state
 from sparkchat.engine.request import RequestState
 from sparkchat.engine.scheduler import Scheduler
 from sparkchat.engine.slots import Reach, SlotTable
+from sparkchat.models.kv_cache import KVCache
 from sparkchat.models.page_table import PAGE_SIZE
 from sparkchat.models.paged_cache import PagedCache
 
@@ -27,15 +29,17 @@ def _start_early(monkeypatch: pytest.MonkeyPatch) -> None:
 class Machine:
     """A scheduler over two small caches, and requests that only grow: each writes its own number everywhere."""
 
-    def __init__(self, concurrency: int, pages: int = PAGES) -> None:
-        self.caches = [self.make_cache(pages, concurrency + 1), self.make_cache(pages + concurrency, concurrency + 1)]
+    def __init__(self, concurrency: int, pages: int = PAGES, is_paged: bool = True) -> None:
+        rows = concurrency + 1
+        self.is_paged = is_paged
+        self.caches = [self.make_cache(count, rows) for count in (pages, pages + concurrency)]
         self.slots = SlotTable(self.caches[0], self.caches[1])
         self.scheduler = Scheduler(concurrency, self.slots, CONTEXT)
 
-    @staticmethod
-    def make_cache(pages: int, rows: int) -> PagedCache:
-        sizes = {"max_rows": rows, "context": CONTEXT, "max_span": 64, "num_pages": pages}
-        return PagedCache([None], 1, 2, dtype=torch.float32, device=torch.device("cpu"), **sizes)
+    def make_cache(self, pages: int, rows: int) -> Any:
+        sizes = {"max_rows": rows, "context": CONTEXT, "max_span": 64}
+        kind = partial(PagedCache, num_pages=pages) if self.is_paged else partial(KVCache, tokens=pages * PAGE_SIZE)
+        return kind([None], 1, 2, dtype=torch.float32, device=torch.device("cpu"), **sizes)
 
     def add(self, name: str, length: int, answer: int = CONTEXT, session: str | None = None) -> RequestState:
         made = state(name, session)
@@ -87,8 +91,10 @@ class Machine:
         return found
 
     def write(self, one: RequestState, end: int) -> None:
+        for cache, row in zip(self.caches, (one.slot.row, one.slot.draft.row), strict=True):
+            cache.reserve(row, end - cache.length(row))
         for data, at, slot in self.places(one, end):
-            assert (at > 0).all(), "a position without a page"
+            assert (at > 0).all() or not self.is_paged, "a position without a page"
             data[:, at, :, slot] = float(one.prompt_ids[0])
         for cache, row in zip(self.caches, (one.slot.row, one.slot.draft.row), strict=True):
             cache.advance(row, end)
@@ -99,12 +105,18 @@ class Machine:
         for data, at, slot in self.places(one, len(one.tokens_in_cache)):
             assert (data[:, at, :, slot] == one.prompt_ids[0]).all()
 
+    def storage(self) -> int:
+        """Tokens that the target's storage has room for now."""
+        (store,) = self.caches[0].stores
+        return store.data.shape[1] * store.data.shape[3]
+
     def num_free(self) -> list[int]:
         return [cache.table.num_free for cache in self.caches]
 
 
-def test_nothing_is_lost_in_a_thousand_random_steps() -> None:
-    generator, machine, waiting, number = random.Random(7), Machine(4), [], 0
+@pytest.mark.parametrize("is_paged", [True, False], ids=["pages", "growing"])
+def test_nothing_is_lost_in_a_thousand_random_steps(is_paged: bool) -> None:
+    generator, machine, waiting, number = random.Random(7), Machine(4, is_paged=is_paged), [], 0
     aside = finished = 0
     for _ in range(1000):
         if generator.random() < 0.2 and len(waiting) < 9:
@@ -118,11 +130,13 @@ def test_nothing_is_lost_in_a_thousand_random_steps() -> None:
         aside += len(machine.step())
         finished += sum(one.is_finished for one in waiting)
         waiting = [one for one in waiting if not one.is_finished]
+        assert is_paged or machine.storage() <= PAGES * PAGE_SIZE
     assert aside > 20 and finished > 50
     machine.run()
     for name in list(machine.slots._idle):
         machine.slots._free(machine.slots._idle.pop(name))
-    assert machine.num_free() == [PAGES, PAGES + 4]
+    assert not machine.slots._open_slots
+    assert not is_paged or machine.num_free() == [PAGES, PAGES + 4]
 
 
 def test_the_oldest_ends_first_and_who_waits_comes_back_in_order() -> None:

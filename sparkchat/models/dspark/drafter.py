@@ -138,11 +138,11 @@ class Drafter:
         """See ``DenseModel.can_page``."""
         return self._backbone.can_page
 
-    def new_cache(self, max_rows: int, context: int, pages: int | None = None) -> KVCache:
-        """Room for ``max_rows`` requests of ``context`` positions and a block behind them, in ``pages`` of all rows
-        together if that is given (``can_page``)."""
+    def new_cache(self, max_rows: int, context: int, *, pages: int | None = None, tokens: int | None = None) -> KVCache:
+        """Room for ``max_rows`` requests of ``context`` positions and a block behind them; ``pages`` and ``tokens`` as
+        of ``DenseModel.new_cache``."""
         shape = self.config.decoder
-        kind = KVCache if pages is None else partial(PagedCache, num_pages=pages)
+        kind = partial(KVCache, tokens=tokens) if pages is None else partial(PagedCache, num_pages=pages)
         return kind(
             shape.windows,
             shape.num_kv_heads,
