@@ -120,7 +120,7 @@ def fewest_devices(plans: Mapping[int, MemoryPlan], machine: Machine, context: i
     for count, plan in sorted(plans.items()):
         free = free_on(machine, count)
         least = min(SMALLEST_CONTEXT if context is None else context, plan.max_context)
-        if free is not None and plan.total(least) <= free:
+        if free is not None and plan.least(least) <= free:
             return count
     return None
 
@@ -140,7 +140,7 @@ def fitting_context(
     """
     free = free_on(machine, plan.num_devices)
     wanted = min(plan.max_context if asked is None else asked, plan.max_context)
-    if free is None or plan.total(wanted) <= free:
+    if free is None or plan.least(wanted) <= free:
         return None
     largest = plan.largest_context(free)
     if asked is None and largest >= min(SMALLEST_CONTEXT, plan.max_context):
@@ -148,27 +148,37 @@ def fitting_context(
     shown = wanted if asked is not None else min(SMALLEST_CONTEXT, plan.max_context)
     ways = [f"--tp {enough_devices}"] if enough_devices is not None else []
     ways += [f"--context {largest}"] if asked is not None and largest >= SMALLEST_CONTEXT else []
-    if plan.drafter and plan.total(shown) - plan.drafter <= free:
+    if plan.drafter and plan.least(shown) - plan.drafter <= free:
         ways.append("--drafter none")
     raise NotEnoughMemory(
-        f"{name} needs {human(plan.total(shown))} ({describe_parts(plan, shown)}), and {human(free)} is free; "
+        f"{name} needs {human(plan.least(shown))} ({describe_parts(plan, shown, shown)}), and {human(free)} is free; "
         f"give {' or '.join([*ways, 'a smaller model'])}, or free some memory"
     )
 
 
-def describe_parts(plan: MemoryPlan, context: int) -> str:
+def shown_tokens(plan: MemoryPlan, context: int, limit: int | None, free: int | None) -> int | None:
+    """Tokens of a shared cache as it would be made at this context: ``limit`` is the user's own. None without one."""
+    if not plan.is_shared:
+        return None
+    tokens = plan.cache_tokens(context, free)
+    return tokens if limit is None else max(context, min(tokens, limit))
+
+
+def describe_parts(plan: MemoryPlan, context: int, tokens: int | None = None) -> str:
     """e.g. ``weights 16.4 GB, drafter 2.3 GB, cache of 8,192 tokens 2.4 GB, graphs 0.1 GB, working space 1.4 GB``"""
-    names = {"cache": f"cache of {context:,} tokens", "working": "working space"}
-    parts = plan.parts(context).items()
+    named = context if tokens is None or not plan.is_shared else tokens
+    names = {"cache": f"cache of {named:,} tokens", "working": "working space"}
+    parts = plan.parts(context, tokens).items()
     return ", ".join(f"{names.get(part, part)} {human(size)}" for part, size in parts if size)
 
 
-def describe_plan(plan: MemoryPlan, machine: Machine, context: int | None) -> list[str]:
-    """Lines for people: what is needed at a context, and the largest one that fits."""
+def describe_plan(plan: MemoryPlan, machine: Machine, context: int | None, limit: int | None = None) -> list[str]:
+    """Lines for people: what is needed at a context, and the largest one that fits. ``limit``: --cache-tokens."""
     context = plan.max_context if context is None else min(context, plan.max_context)
     each = f" on each of {plan.num_devices} devices" if plan.num_devices > 1 else ""
-    lines = [f"{human(plan.total(context))}{each}: {describe_parts(plan, context)}"]
     free = free_on(machine, plan.num_devices)
+    tokens = shown_tokens(plan, context, limit, free)
+    lines = [f"{human(plan.total(context, tokens))}{each}: {describe_parts(plan, context, tokens)}"]
     if free is None:
         return [*lines, f"not known whether it fits: {machine.describe()}"]
     largest = plan.largest_context(free)

@@ -84,28 +84,51 @@ class MemoryPlan:
     num_caches: int
     max_context: int
     num_devices: int = 1
+    is_shared: bool = False
+    """Layers without a window share one cache of so many tokens, of which one request may take all; else every request
+    has a cache of its own."""
 
-    def cache(self, context: int) -> int:
-        return self.num_caches * (self.cache_fixed + sum(growth.at(context) for growth in self.growths))
+    def cache(self, context: int, tokens: int | None = None) -> int:
+        """``tokens``: of a shared cache; None gives every request its whole context."""
+        if tokens is None or not self.is_shared:
+            return self.num_caches * (self.cache_fixed + sum(growth.at(context) for growth in self.growths))
+        windows = sum(growth.at(context) for growth in self.growths if growth.most_tokens is not None)
+        return self.num_caches * (self.cache_fixed + windows) + int(self._shared_bytes * tokens)
 
-    def total(self, context: int) -> int:
-        return self.weights + self.drafter + self.graphs + self.working + self.cache(context)
+    @property
+    def _shared_bytes(self) -> float:
+        """Of a token of a shared cache."""
+        return sum(growth.bytes_per_token for growth in self.growths if growth.most_tokens is None)
+
+    def total(self, context: int, tokens: int | None = None) -> int:
+        return self.weights + self.drafter + self.graphs + self.working + self.cache(context, tokens)
+
+    def least(self, context: int) -> int:
+        """What it takes for one request to have that context."""
+        return self.total(context, context)
+
+    def cache_tokens(self, context: int, available: int | None) -> int:
+        """Tokens of all caches together that fit: at least one context, at most one for every request."""
+        most = self.num_caches * context
+        if not self.is_shared or not self._shared_bytes or available is None:
+            return most
+        return max(context, min(most, int((available - self.total(context, 0)) / self._shared_bytes)))
 
     def largest_context(self, available: int) -> int:
         """The most tokens of context, up to the model's own, that fit; 0 when nothing does."""
         low, high = 0, self.max_context
-        if self.total(1) > available:
+        if self.least(1) > available:
             return 0
         while low < high:
             middle = (low + high + 1) // 2
-            low, high = (middle, high) if self.total(middle) <= available else (low, middle - 1)
+            low, high = (middle, high) if self.least(middle) <= available else (low, middle - 1)
         return low
 
-    def parts(self, context: int) -> dict[str, int]:
+    def parts(self, context: int, tokens: int | None = None) -> dict[str, int]:
         return {
             "weights": self.weights,
             "drafter": self.drafter,
-            "cache": self.cache(context),
+            "cache": self.cache(context, tokens),
             "graphs": self.graphs,
             "working": self.working,
         }
@@ -133,6 +156,7 @@ def plan_memory(
     target = _text_part(target)
     if _is_gemma4(target.config):
         setting = replace(setting, has_graphs=False, has_cpu_kernels=False)
+    is_shared = not _is_gemma4(target.config)
     growths = _growths(target.config, _cache_bytes(target, setting))
     drafter_bytes, block = 0, 0
     if drafter is not None:
@@ -146,9 +170,10 @@ def plan_memory(
         working=_working_bytes(target, block, setting),
         cache_fixed=0,
         growths=growths,
-        num_caches=setting.num_requests + KEPT_SESSIONS + (SPARE_ROWS if setting.has_graphs else 0),
+        num_caches=setting.num_requests + KEPT_SESSIONS + (SPARE_ROWS if setting.has_graphs and not is_shared else 0),
         max_context=_whole(target.config, "max_position_embeddings", 2048),
         num_devices=setting.num_devices,
+        is_shared=is_shared,
     )
 
 

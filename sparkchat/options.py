@@ -79,6 +79,7 @@ SAMPLING: dict[str, Option] = _table(
 RUN: dict[str, Option] = _table(
     Option("mode", "choice", tuple(MODES)),
     Option("context", "whole"),
+    Option("cache_tokens", "whole"),
     Option("think", "switch"),
     Option("reasoning_effort", "text"),
     Option("system", "text"),

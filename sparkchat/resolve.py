@@ -39,6 +39,7 @@ TYPED_ALONE = (
 _DEFAULTS: dict[str, Any] = {name: getattr(SamplingParams(), name) for name in SAMPLING} | {
     "mode": "static",
     "context": None,
+    "cache_tokens": None,
     "think": None,
     "reasoning_effort": None,
     "system": None,
@@ -144,9 +145,14 @@ def refuse_impossible(options: Resolution, model: ModelRef, drafter: DrafterRef)
     options.sampling()
     _refuse_device(options)
     _refuse_parallel(options, model)
-    for name in ("block_size", "context"):
+    for name in ("block_size", "context", "cache_tokens"):
         if options[name] is not None and options[name] < 1:
             raise UsageError(f"{options.asked(name)} is not possible; give a whole number of 1 or more")
+    limit = options["cache_tokens"]
+    if limit is not None and options.is_typed("context") and limit < options["context"]:
+        raise UsageError(
+            f"{options.asked('cache_tokens')} does not hold {options.asked('context')}; give --context {limit} or less"
+        )
     if not drafter.is_present:
         _refuse_without_drafter(options, drafter)
     if options.is_typed("draft_temperature") and options.is_typed("mode") and options["mode"] == "off":
@@ -298,6 +304,12 @@ def _is_shipped(setting: Setting) -> bool:
     return setting.source.startswith("shipped")
 
 
+def _context(options: Resolution) -> int | None:
+    """A context that was not typed gives way to a limit of the cache."""
+    context, limit = options["context"], options["cache_tokens"]
+    return context if limit is None or context is None or options.is_typed("context") else min(context, limit)
+
+
 def is_level_typed(options: Resolution) -> bool:
     """A level of effort that was asked for, which asks for thinking whatever a profile says of that."""
     return options.is_typed("reasoning_effort") and not options.is_typed("think")
@@ -316,7 +328,8 @@ def build_config(
         device=options["device"],
         tp=options["tp"],
         dtype=options["dtype"],
-        context=options["context"],
+        context=_context(options),
+        cache_tokens=options["cache_tokens"],
         block_size=options["block_size"],
         mode=options["mode"],
         accept_cap=options["accept_cap"],

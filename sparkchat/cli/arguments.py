@@ -113,6 +113,9 @@ Device = Annotated[str | None, _flag("--device", metavar="NAME", help="auto, cpu
 Tp = Annotated[int | None, _flag("--tp", metavar="N", help="Devices that share the model (DeepSeek V4 alone).")]
 Dtype = Annotated[str | None, _flag("--dtype", metavar="NAME", help="auto, float32 or bfloat16.")]
 ContextLength = Annotated[int | None, _flag("--context", metavar="N", help="Tokens of context to make room for.")]
+CacheTokens = Annotated[
+    int | None, _flag("--cache-tokens", metavar="N", help="Most tokens that all requests have cached together.")
+]
 Graphs = Annotated[bool | None, _flag("--graphs/--no-graphs", help="CUDA graphs; a GPU is needed.")]
 DummyWeights = Annotated[
     bool, _flag("--dummy-weights", help="Random weights in the model's shapes, nothing fetched: for timing.")
@@ -139,6 +142,7 @@ PAIR: dict[str, tuple[Any, Any]] = {
     "tp": (Tp, None),
     "dtype": (Dtype, None),
     "context": (ContextLength, None),
+    "cache_tokens": (CacheTokens, None),
     "graphs": (Graphs, None),
     "offline": (Offline, False),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from sparkchat.catalog import DrafterRef, ModelRef
@@ -19,9 +20,11 @@ from sparkchat.fit import (
     needs_of,
     plans_by_devices,
     setting_of,
+    shown_tokens,
     this_machine,
 )
 from sparkchat.memory_plan import SMALLEST_CONTEXT, MemoryPlan
+from sparkchat.params import LoadSpec
 from sparkchat.paths import Paths
 from sparkchat.resolve import Resolution, resolve_options
 from sparkchat.store import human
@@ -40,26 +43,29 @@ def memory_report(
         # The command itself says what is wrong with the source.
         plans = {}
     plan = plans.get(options["tp"])
-    return {"memory_plan": None if plan is None else _as_json(plan, plans, machine, wanted)}
+    limit = options["cache_tokens"]
+    return {"memory_plan": None if plan is None else _as_json(plan, plans, machine, wanted, limit)}
 
 
 def _as_json(
-    plan: MemoryPlan, plans: Mapping[int, MemoryPlan], machine: Machine, context: int | None
+    plan: MemoryPlan, plans: Mapping[int, MemoryPlan], machine: Machine, context: int | None, limit: int | None
 ) -> dict[str, Any]:
-    """``plans``: by number of devices."""
+    """``plans``: by number of devices; ``limit``: of the cache's tokens."""
     shown = plan.max_context if context is None else min(context, plan.max_context)
     free = free_on(machine, plan.num_devices)
     largest = None if free is None else plan.largest_context(free)
     wanted = min(SMALLEST_CONTEXT, plan.max_context) if context is None else shown
-    lines = describe_plan(plan, machine, context)
+    tokens = shown_tokens(plan, shown, limit, free)
+    lines = describe_plan(plan, machine, context, limit)
     if len(plans) > 1:
         each = ", ".join(f"{count} x {human(other.total(shown))}" for count, other in plans.items())
         lines.append(f"by number of devices: {each}")
     return {
         "context": shown,
-        "total_bytes": plan.total(shown),
+        "total_bytes": plan.total(shown, tokens),
         "total_bytes_by_devices": {str(count): other.total(shown) for count, other in plans.items()},
-        "parts": plan.parts(shown),
+        "parts": plan.parts(shown, tokens),
+        "cache_tokens": tokens,
         "num_caches": plan.num_caches,
         "num_devices": plan.num_devices,
         "free_bytes": free,
@@ -92,21 +98,46 @@ def refuse_before_fetch(
 
 def within_memory(
     config: RunConfig, model: ModelRef, drafter: DrafterRef, options: Resolution, paths: Paths, num_requests: int
-) -> tuple[int | None, tuple[str, ...]]:
-    """The context to run with, and what to tell the user of it. Raises NotEnoughMemory with the numbers."""
-    machine = this_machine(options["device"])
+) -> tuple[LoadSpec, tuple[str, ...]]:
+    """What to load, its context and cache such that they fit, and what to tell the user of it.
+
+    Raises NotEnoughMemory with the numbers.
+    """
+    machine, spec = this_machine(options["device"]), config.spec
     plans = plans_by_devices(model, drafter, paths, setting_of(options, machine, num_requests))
-    plan, wanted = plans.get(options["tp"]), config.spec.context
+    plan = plans.get(options["tp"])
     if plan is None:
-        return wanted, ()
-    fitting = _fitting(plans, machine, options, model.name)
+        return spec, ()
+    context, sentences = _fitting_context(plan, plans, machine, options, spec.context, model.name)
+    return replace(spec, context=context, cache_tokens=_limit(plan, machine, context, spec.cache_tokens)), sentences
+
+
+def _limit(plan: MemoryPlan, machine: Machine, context: int | None, asked: int | None) -> int | None:
+    """Tokens that all caches together may have; None where all of them fit. An engine on a GPU finds out for itself."""
+    free = free_on(machine, plan.num_devices)
+    if asked is not None or machine.has_gpus or not plan.is_shared or free is None:
+        return asked
+    context = plan.max_context if context is None else min(context, plan.max_context)
+    tokens = plan.cache_tokens(context, free)
+    return None if tokens >= plan.num_caches * context else tokens
+
+
+def _fitting_context(
+    plan: MemoryPlan,
+    plans: Mapping[int, MemoryPlan],
+    machine: Machine,
+    options: Resolution,
+    wanted: int | None,
+    name: str,
+) -> tuple[int | None, tuple[str, ...]]:
+    fitting = _fitting(plans, machine, options, name)
     if fitting is None or (wanted is not None and fitting >= wanted):
         return wanted, ()
     full = plan.max_context if wanted is None else min(wanted, plan.max_context)
     free = human(free_on(machine, plan.num_devices) or 0)
     sentence = (
         f"the context is {fitting:,} tokens instead of {full:,}, which is what fits in {free} free: "
-        f"{describe_parts(plan, fitting)}; give --context to choose"
+        f"{describe_parts(plan, fitting, fitting)}; give --context to choose"
     )
     return fitting, (sentence,)
 

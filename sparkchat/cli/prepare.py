@@ -61,10 +61,9 @@ def prepare(ctx: typer.Context) -> RunConfig:
     # What a model can do is known for certain only now that it is here.
     refuse_impossible(options, replace(model, path=found.path), drafter)
     config = build_config(options, model, drafter, (found, found_drafter), paths)
-    context, notices = within_memory(config, replace(model, path=found.path), drafter, options, paths, num_requests)
+    spec, notices = within_memory(config, replace(model, path=found.path), drafter, options, paths, num_requests)
     spec = replace(
-        config.spec,
-        context=context,
+        spec,
         dummy_weights=params.get("dummy_weights", False),
         simulate_acceptance=params.get("simulate_acceptance"),
     )

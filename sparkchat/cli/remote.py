@@ -21,7 +21,7 @@ from sparkchat.resolve import Resolution, resolve_options
 KEY_VARIABLE = "SPARKCHAT_ENGINE_KEY"
 _LOCAL = (
     *("mode", "drafter", "block_size", "accept_cap", "draft_temperature", "refine"),
-    *("device", "dtype", "context", "tp", "graphs"),
+    *("device", "dtype", "context", "cache_tokens", "tp", "graphs"),
 )
 _LOCAL_FLAGS = ("offline", "dummy_weights", "simulate_acceptance")
 

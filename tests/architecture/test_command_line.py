@@ -13,7 +13,7 @@ RUN = """
 --think --no-think --reasoning-effort --device --tp --dtype --context --graphs --no-graphs --offline --trace --force
 --json --jsonl
 --plain --resume --verbose --color --ascii --dummy-weights --simulate-acceptance --profile --engine
---accept-cap --draft-temperature --refine --no-refine
+--accept-cap --draft-temperature --refine --no-refine --cache-tokens
 """
 ONLY_RUN = {"--prompt-ids", "--json", "--jsonl", "--plain", "--resume", "--color", "--ascii", "--engine"}
 SERVING = {"--concurrency", "--host", "--port", "--api-key", "--max-waiting", "--grace"}

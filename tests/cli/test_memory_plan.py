@@ -288,6 +288,21 @@ def test_the_lines_say_the_parts_and_the_largest_context() -> None:
     assert "on each of 4 devices" in describe_plan(replace(PLAN, num_devices=4), machine_with(10**12), None)[0]
 
 
+def test_a_shared_cache_takes_what_there_is_and_never_less_than_one_context() -> None:
+    plan = replace(PLAN, is_shared=True, num_caches=9)
+    assert plan.cache(1000) == 9 * (1000 * 1000 + 100 * 500)
+    assert plan.cache(1000, 2500) == 2500 * 1000 + 9 * 100 * 500
+    free = plan.total(1000, 4321)
+    assert plan.cache_tokens(1000, free) == 4321
+    assert plan.cache_tokens(1000, 10**12) == plan.cache_tokens(1000, None) == 9000
+    assert plan.cache_tokens(1000, 0) == 1000
+    # More requests do not shorten the context of one.
+    assert plan.largest_context(plan.least(4321)) == 4321
+    lines = describe_plan(plan, machine_with(free), 1000)
+    assert "cache of 4,321 tokens" in lines[0] and "4,321 of 100,000" in lines[1]
+    assert "cache of 2,000 tokens" in describe_plan(plan, machine_with(free), 1000, limit=2000)[0]
+
+
 @pytest.fixture
 def free_memory(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Let this machine have so many bytes of main memory left, of plenty."""
@@ -321,10 +336,11 @@ def test_run_takes_a_smaller_context_and_says_so(
 ) -> None:
     plan = tiny_plan(tiny_pair)
     context = min(700, plan.max_context - 100)
-    free_memory(plan.total(context))
+    free_memory(plan.least(context))
     assert main("run", tiny_pair.target, "--drafter", tiny_pair.drafter, "hi").code == 0
     (config,) = started
-    assert config.spec.context == context
+    # One request has all of it, and a kept chat what that leaves.
+    assert (config.spec.context, config.spec.cache_tokens) == (context, context)
     assert f"the context is {context:,} tokens instead of {plan.max_context:,}" in config.notices[0]
     free_memory(10**14)
     assert main("run", tiny_pair.target, "--drafter", tiny_pair.drafter, "hi").code == 0
@@ -335,11 +351,11 @@ def test_run_refuses_with_numbers_before_loading(
     main: Cli, tiny_pair: Any, free_memory: Callable[[int], None], started: list[RunConfig]
 ) -> None:
     plan = tiny_plan(tiny_pair)
-    free_memory(plan.total(0) - 1000)
+    free_memory(plan.least(0) - 1000)
     done = main("run", tiny_pair.target, "--drafter", tiny_pair.drafter, "hi")
     assert done.code == 4
     assert "weights" in done.error and "drafter" in done.error and "working space" in done.error
-    free_memory(plan.total(600))
+    free_memory(plan.least(600))
     done = main("run", tiny_pair.target, "--drafter", tiny_pair.drafter, "--context", str(plan.max_context), "hi")
     assert (done.code, "--context 600" in done.error) == (4, True)
     assert started == []
@@ -350,6 +366,7 @@ def test_show_prints_the_plan_of_what_is_on_disk(main: Cli, tiny_pair: Any, free
     report = main("show", tiny_pair.target, "--context", "100", "--json").json["memory_plan"]
     plan = plan_memory(local_headers(tiny_pair.target), None, HERE)
     assert report["total_bytes"] == sum(report["parts"].values()) == plan.total(100)
+    assert report["cache_tokens"] == plan.num_caches * 100
     assert (report["context"], report["largest_context"], report["fits"]) == (100, plan.max_context, True)
     lines = main("show", tiny_pair.target).out
     assert "memory plan" in lines and "the largest context that fits" in lines
