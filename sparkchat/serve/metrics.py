@@ -48,6 +48,8 @@ class _Live:
     started: float | None = None
     first: float | None = None
     last: float = 0.0
+    is_aside: bool = False
+    """Its cache gave way to others, and it waits to go on."""
     num_prompt: int = 0
     num_tokens: int = 0
 
@@ -98,6 +100,9 @@ class Metrics:
             self._delta(live, len(event["token_ids"]))
         elif kind == "step":
             self._step(event)
+        elif kind in ("preempted", "resumed"):
+            live.is_aside = kind == "preempted"
+            self._counts[kind] += 1
         elif kind == "end":
             if live.started is None and event["result"]["finish_reason"] == "error":
                 del self._live[event["id"]]  # refused: it never ran
@@ -155,7 +160,7 @@ class Metrics:
     def text(self, model: str, block_size: int | None) -> str:
         """The page of ``/metrics``."""
         _forget_old(self._arrivals, self._clock())
-        running = sum(live.started is not None for live in self._live.values())
+        running = sum(live.started is not None and not live.is_aside for live in self._live.values())
         page = _Page(model)
         self._write_vllm(page, running, block_size)
         self._write_sglang(page, running, block_size)
@@ -165,6 +170,7 @@ class Metrics:
         waiting, counts = len(self._live) - running, self._counts
         page.gauge("vllm:num_requests_running", "Requests that are being answered.", running)
         page.gauge("vllm:num_requests_waiting", "Requests that wait for a place.", waiting)
+        page.counter("vllm:num_preemptions", "Times a request's cache gave way to others.", counts["preempted"])
         page.counter("vllm:prompt_tokens", "Prompt tokens read.", counts["prompt"])
         page.counter("vllm:generation_tokens", "Tokens delivered.", counts["generated"])
         page.counter("vllm:prefix_cache_queries", "Prompt tokens looked up in kept prefixes.", counts["prompt"])

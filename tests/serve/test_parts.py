@@ -246,6 +246,19 @@ def test_gauges_have_no_sample_before_the_first_step_and_keep_to_the_newest_ones
     assert samples(metrics.text("m", 4))["sglang:spec_accept_length"] == 5
 
 
+def test_who_is_set_aside_waits_and_is_counted() -> None:
+    metrics = played(Clock())
+    metrics.submitted("long")
+    metrics.take({"event": "start", "id": "long", "prompt_token_ids": [1] * 7, "cached_tokens": 0})
+    for _ in range(2):
+        metrics.take({"event": "preempted", "id": "long", "t_ns": 1})
+        found = samples(metrics.text("m", 4))
+        assert (found["vllm:num_requests_running"], found["vllm:num_requests_waiting"]) == (0, 2)
+        metrics.take({"event": "resumed", "id": "long", "t_ns": 2})
+    found = samples(metrics.text("m", 4))
+    assert (found["vllm:num_requests_running"], found["vllm:num_preemptions_total"]) == (1, 2)
+
+
 def test_a_cap_that_was_measured_is_reported() -> None:
     clock = Clock()
     metrics = Metrics(clock)
