@@ -8,7 +8,6 @@ programs that run, so that no program waits for one that has not started. Which 
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import cache
 
 import torch
@@ -179,8 +178,7 @@ def launch_mix_experts(
         DOWN_TILES=size // (2 * OUTS), DOWN_STEPS=weights.width // STEP, DOWN_PAIRS=second.pairs,
         DOWN_SPLIT=second.split, DOWN_STAGES=second.stages, DOWN_SHARED_STAGES=second.shared_stages,
         DOWN_LATE=second.is_late, SHARED=has_shared, num_warps=first.warps, num_stages=first.stages,
-        # The shared expert's own programs, should they come late, are to find room beside these.
-        maxnreg=plan.registers if has_shared else replace(plan, programs=plan.programs + 1).registers,
+        maxnreg=plan.registers,
     )  # fmt: skip
 
 
