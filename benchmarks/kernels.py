@@ -66,6 +66,7 @@ from sparkchat.kernels.markov.kernel import launch_markov_block
 from sparkchat.kernels.norm.kernel import launch_add_rms_norm
 from sparkchat.kernels.planner.kernel import launch_plan_lengths
 from sparkchat.kernels.rope.kernel import launch_write_qkv
+from sparkchat.models.page_table import PAGE_SIZE
 
 # Small products
 
@@ -216,9 +217,15 @@ def attention_cases(make: Maker) -> Iterator[Case]:
         at = make.ints(*[context + i for _ in range(requests) for i in range(rows)]).long()
         ends = at + 1
 
-        def attend(i: int, tile: Tile, rows=rows, caches=caches, fixed=(q, starts, row, at, ends, out, space)) -> None:
+        # The same bytes as pages of all requests, wherever they lie.
+        shape = (requests * (capacity // PAGE_SIZE), 2 * KV, PAGE_SIZE, DIM)
+        anywhere = torch.randperm(shape[0], device=make.device).int().view(requests, -1)
+        fixed = (q, starts, row, at, ends, out, space)
+
+        def attend(i: int, tile: Tile, pages=None, rows=rows, caches=caches, shape=shape, fixed=fixed) -> None:
             q, starts, row, at, ends, out, space = fixed
-            launch_decode_attention(q, caches[i], starts, row, at, ends, out, space, rows, None, None, tile)
+            cache = caches[i] if pages is None else caches[i].view(shape)
+            launch_decode_attention(q, cache, starts, row, at, ends, out, space, rows, None, pages, tile)
 
         variants = {
             label: partial(attend, tile=tile)
@@ -226,6 +233,7 @@ def attention_cases(make: Maker) -> Iterator[Case]:
             # One program a group at 32k keys takes a millisecond.
             if tile.many_groups > 1 or context < 4096
         }
+        variants["pages"] = partial(attend, tile=HALF_TILE, pages=anywhere)
 
         def peer(i: int, q=q, caches=caches, requests=requests, rows=rows, context=context) -> None:
             keys, values = caches[i][:, :KV, :context], caches[i][:, KV:, :context]

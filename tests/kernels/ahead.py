@@ -103,6 +103,7 @@ def rope() -> None:
     launch_silu_mul(torch.zeros(256, 24576, dtype=HALF), torch.zeros(256, 12288, dtype=HALF))
     context, rows, positions = torch.zeros(5, 4, 16, 1024, 128, dtype=HALF), rows[:8], positions[:8]
     launch_write_context(torch.zeros(2, 8, 10240), positions, rows, table, context, torch.ones(5, 8, 128), 1e-6)
+    launch_write_context(torch.zeros(2, 8, 10240), positions, rows, table, context, torch.ones(5, 8, 128), 1e-6, pages)
 
 
 def attention() -> None:
@@ -120,6 +121,10 @@ def attention() -> None:
         with overlap(Overlap.SMALL):
             given = (q, cache, starts, rows, positions, positions, q, space, most, window, None)
             launch_decode_attention(*given, is_settled=True)
+            if window is None:
+                paged, table = cache.view(-1, 2 * kv_heads, 64, dim), torch.zeros(2, 32, dtype=torch.int32)
+                given = (q, paged, starts, rows, positions, positions, q, space, most, window, table)
+                launch_decode_attention(*given, is_settled=True)
         many = torch.zeros(33, dtype=torch.int32)
         launch_decode_attention(
             q, cache, many, rows, positions, positions, q, space, most, window, rows[None],

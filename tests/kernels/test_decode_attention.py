@@ -134,19 +134,26 @@ def test_window_in_a_ring(device: torch.device) -> None:
     torch.testing.assert_close(got, want, atol=2e-5, rtol=2e-4)
 
 
-def test_pages_out_of_order(device: torch.device) -> None:
+@pytest.mark.parametrize("size", [UNIT, 2 * UNIT])
+def test_pages_out_of_order(size: int, device: torch.device) -> None:
     batch = make(device, 4, 2, 16, [(0, 450, 3), (1, 130, 2)])
     contiguous, _ = both(batch, 4)
-    size = CAPACITY // 5
-    order = torch.randperm(20, device=device)
-    pages = order.view(4, 5).to(torch.int32)
-    paged = torch.full((20, 4, size, 16), NAN, device=device)
-    cut = batch["cache"].unflatten(2, (5, size)).transpose(1, 2).flatten(0, 1)
+    each = CAPACITY // size
+    order = torch.randperm(4 * each, device=device)
+    pages = order.view(4, each).to(torch.int32)
+    paged = torch.full((4 * each, 4, size, 16), NAN, device=device)
+    cut = batch["cache"].unflatten(2, (each, size)).transpose(1, 2).flatten(0, 1)
     paged[order] = cut
     batch["cache"] = paged
     got, want = both(batch, 4, pages=pages)
     torch.testing.assert_close(got, want, atol=2e-5, rtol=2e-4)
     assert torch.equal(got, contiguous)
+
+
+def test_pages_are_whole_tiles(device: torch.device) -> None:
+    batch = make(device, 2, 1, 16, [(0, 10, 1)])
+    with pytest.raises(ValueError, match="pages of 640 keys are not whole tiles of 48"):
+        both(batch, 1, pages=torch.zeros(4, 1, dtype=torch.int32, device=device), tile=replace(EXACT_TILE, keys=48))
 
 
 def test_rows_of_a_block_see_each_other(device: torch.device) -> None:
