@@ -35,7 +35,7 @@ SIZES: dict[str, Any] = {
     "dspark_markov_rank": 64,
 }
 """The least that the kernels' tiles take."""
-AROUND = 16
+AROUND = 8
 """Most operations of torch in a verification or a draft, around its layers."""
 
 

@@ -90,7 +90,7 @@ class HeadStep(FusedStep):
     def _blocks(self, count: int, mask: int) -> RowBatch:
         if not self._enters:
             return self._block_rows(count, mask)
-        packed = PackedRows.empty(count, count * self.width, 1, self.pair.device)
+        packed = PackedRows.empty(count, count * self.width, 1, self.pair.device, has_ids=True)
         enter_block(self.inputs, self.seats, self._ids, mask, packed, self.block, self.spare_draft_row, self.exponents)
         return _named(packed, packed.cache_rows, self.spare_draft_row)
 
@@ -102,7 +102,7 @@ class HeadStep(FusedStep):
         if self.agree is not None:
             self.agree()
         pair, count = self.pair, min(num_rows, self.inputs.seats)
-        packed = PackedRows.empty(count, num_rows, 1, pair.device)
+        packed = PackedRows.empty(count, num_rows, 1, pair.device, has_ids=True)
         planned = self._shared_lens(count) if shares else None
         enter_rows(
             self.inputs, self.seats, self._ids, packed, self.block, self.spare_row, self.spare_draft_row, planned
@@ -122,5 +122,4 @@ class HeadStep(FusedStep):
 
 def _named(packed: PackedRows, cache_rows: Tensor, spare_row: int) -> RowBatch:
     """Rows with their tokens' ids."""
-    rows = batch_of(packed, cache_rows, spare_row)
-    return replace(rows, token_ids=packed.x[:, 0].long(), cache_rows=cache_rows.long())
+    return replace(batch_of(packed, cache_rows, spare_row), token_ids=packed.x[:, 0])

@@ -51,13 +51,13 @@ class PackedRows:
     """N rows of R requests, on the device; rows behind starts[R] are nobody's."""
 
     x: Tensor
-    """[N, d] float32 embeddings"""
+    """[N, d] float32 embeddings, or int64 where a row of the table is whole numbers"""
     positions: Tensor
     """[N] int64"""
     cache_rows: Tensor
-    """[N] int32, of the cache that the rows run over"""
+    """[N] int32 or int64, of the cache that the rows run over"""
     draft_rows: Tensor
-    """[N] int32, of the drafter's cache; not filled for blocks"""
+    """[N] likewise, of the drafter's cache; not filled for blocks"""
     ends: Tensor
     """[N] int64"""
     starts: Tensor
@@ -68,17 +68,21 @@ class PackedRows:
     """[R] int32 most drafts that are committed; likewise"""
 
     @classmethod
-    def empty(cls, requests: int, num_rows: int, size: int, device: torch.device) -> PackedRows:
-        """Room for ``num_rows`` rows of size d."""
+    def empty(
+        cls, requests: int, num_rows: int, size: int, device: torch.device, *, has_ids: bool = False
+    ) -> PackedRows:
+        """Room for ``num_rows`` rows of size d. ``has_ids``: rows are the ids of tokens; these and cache rows are then
+        int64, as torch's own lookups take them."""
+        kinds = (torch.int64, torch.int64) if has_ids else (torch.float32, torch.int32)
 
         def ints(count: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.empty(count, dtype=dtype, device=device)
 
         return cls(
-            x=torch.empty((num_rows, size), dtype=torch.float32, device=device),
+            x=torch.empty((num_rows, size), dtype=kinds[0], device=device),
             positions=ints(num_rows, torch.int64),
-            cache_rows=ints(num_rows),
-            draft_rows=ints(num_rows),
+            cache_rows=ints(num_rows, kinds[1]),
+            draft_rows=ints(num_rows, kinds[1]),
             ends=ints(num_rows, torch.int64),
             starts=ints(requests + 1),
             verify_lens=ints(requests),

@@ -75,14 +75,17 @@ class FusedStack:
 
     def run(
         self, streams: Tensor, token_ids: Tensor, rows: RowPass, taps: Sequence[int] = ()
-    ) -> tuple[Tensor, Tensor, Tensor, dict[int, Tensor]]:
-        """streams [N, S, d], consumed -> what the head reads of them [N, d], the same normed in float32, the streams
-        behind the last layer, and the means of the streams behind the layers ``taps`` [N, d] float32."""
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """streams [N, S, d], consumed -> what the head reads of them [N, d], the same normed, the streams behind the
+        last layer, and the means of the streams behind the layers ``taps``, each named once, side by side
+        [N, taps, d]."""
         count, size, width = streams.shape
         mix = torch.empty((count, size + size * size), device=streams.device)
         normed = torch.empty((count, width), dtype=streams.dtype, device=streams.device)
         spare, output = torch.empty_like(streams), None
-        means = {layer: torch.empty((count, width), device=streams.device) for layer in taps}
+        # In the type that a drafter multiplies, as what the vocabulary is multiplied by: rounded where it is made.
+        tapped = torch.empty((count, len(taps), width), dtype=streams.dtype, device=streams.device)
+        means = {layer: tapped[:, place] for place, layer in enumerate(taps)}
 
         def read(weights: StreamWeights, norm: RMSNorm, tapped: int, out: Tensor, taken: Tensor | None = None) -> None:
             nonlocal streams, spare
@@ -114,9 +117,9 @@ class FusedStack:
             may_be_parts = self._group.size == 1 or self._group.adds_parts
             output = self._parts(layer.experts.own_part(normed, token_ids, may_be_parts))
         taken = torch.empty_like(normed)
-        hidden = torch.empty((count, width), device=streams.device)
+        hidden = torch.empty_like(normed)
         read(self._head, self._norm, len(self._stack.layers) - 1, hidden, taken)
-        return taken, hidden, streams, means
+        return taken, hidden, streams, tapped
 
     def _parts(self, part: Tensor) -> Tensor | PartList | Sent:
         """Of all ranks: part [N, d], or partial sums of it [P, N, d]."""

@@ -142,11 +142,15 @@ class DeepseekV4:
 
     def _run_fused(self, fused: FusedStack, rows: RowPass, tap_layers: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:
         last = self.config.num_layers
-        means = [layer for layer in tap_layers if layer != last]
+        means = tuple(dict.fromkeys(layer for layer in tap_layers if layer != last))
         streams = self.streams(rows.token_ids)
-        _, hidden, streams, taps = fused.run(streams, rows.token_ids, rows, means)
-        taps[last] = streams.flatten(1)
-        return hidden, torch.cat([taps[layer] for layer in tap_layers], dim=-1) if tap_layers else None
+        _, hidden, streams, tapped = fused.run(streams, rows.token_ids, rows, means)
+        if not tap_layers:
+            return hidden, None
+        if means == tap_layers:
+            return hidden, tapped.flatten(1)
+        taps = dict(zip(means, tapped.unbind(1), strict=True)) | {last: streams.flatten(1)}
+        return hidden, torch.cat([taps[layer] for layer in tap_layers], dim=-1)
 
     def prepare(self, end: int) -> None:
         """Positions of ``decode_rows`` will lie below ``end``."""
