@@ -236,10 +236,10 @@ def accept_sparse(
     out, seen = np.empty((count, 3), np.int64), np.full((2, *ids.shape), np.nan)
     given = (_array(p, np.float32), starts, lens, limits, ids, drafted, probs, index, support, u_accept, u_next)
     accept_drafts(*given, is_greedy, argmax, RESIDUAL_FLOOR, out, seen)
-    taken, full, next_ids = torch.from_numpy(out).unbind(1)
-    ends = torch.from_numpy(np.minimum(lens, limits))
-    p_draft, p_target = torch.from_numpy(seen)
-    return Acceptance(taken, full, next_ids, taken == ends, full > taken, p_draft, p_target)
+    taken, full, next_ids = out.T
+    ends = np.minimum(lens, limits)
+    # NumPy's operations are started in a fraction of what torch's take.
+    return Acceptance(*map(torch.from_numpy, (taken, full, next_ids, taken == ends, full > taken, *seen)))
 
 
 def _array(values: Sequence[Any] | Tensor, kind: Any) -> np.ndarray:

@@ -79,7 +79,11 @@ def outcome_of(
     row: int, draft_len: int, draft: Draft | None, accepted: Acceptance, target: TargetRows, starts: Sequence[int]
 ) -> RowOutcome:
     """The outcome of request ``row`` of a batch, from tensors on the host."""
-    full = int(accepted.full_accepted_len[row])
+    # NumPy reads single numbers in a fraction of what torch takes; all of these are on the host.
+    taken, full, next_id = (
+        int(t.numpy()[row]) for t in (accepted.accepted_len, accepted.full_accepted_len, accepted.next_ids)
+    )
+    p_draft, p_target = (t.numpy()[row, :draft_len].tolist() for t in (accepted.p_draft, accepted.p_target))
 
     def rank() -> int:
         assert draft is not None
@@ -91,13 +95,13 @@ def outcome_of(
         return int((logits > logits[refused]).sum()) + 1
 
     return RowOutcome(
-        draft_ids=[] if draft is None else draft.proposal.ids[row, :draft_len].tolist(),
-        confidence_logit=[] if draft is None else draft.proposal.confidence_logit[row, :draft_len].tolist(),
-        p_draft=accepted.p_draft[row, :draft_len].tolist(),
-        p_target=accepted.p_target[row, :draft_len].tolist(),
-        taken=int(accepted.accepted_len[row]),
+        draft_ids=[] if draft is None else draft.proposal.ids.numpy()[row, :draft_len].tolist(),
+        confidence_logit=[] if draft is None else draft.proposal.confidence_logit.numpy()[row, :draft_len].tolist(),
+        p_draft=p_draft,
+        p_target=p_target,
+        taken=taken,
         full=full,
-        next_id=int(accepted.next_ids[row]),
+        next_id=next_id,
         target_rank=rank,
     )
 

@@ -72,11 +72,10 @@ def acceptance_uniforms(seeds: Sequence[int], rounds: Sequence[int], width: int)
     from sparkchat.kernels.cpu.philox import fill_uniforms
 
     keys = np.array((seeds, rounds), np.uint64)
-    out = np.empty((2, len(seeds), width + 1))
-    for kind, values in zip((ACCEPT, NEXT), out, strict=True):
+    tested, following = np.empty((len(seeds), width)), np.empty((len(seeds), width + 1))
+    for kind, values in ((ACCEPT, tested), (NEXT, following)):
         fill_uniforms(keys[0], keys[1], 0, np.uint64(int(kind)), values)
-    both = torch.from_numpy(out)
-    return both[0, :, :width], both[1]
+    return torch.from_numpy(tested), torch.from_numpy(following)
 
 
 def _philox(multiplied: np.ndarray, xored: np.ndarray, key: np.ndarray) -> np.ndarray:

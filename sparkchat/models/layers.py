@@ -50,6 +50,11 @@ class Embedding:
         return self._table.shape[0]
 
     @property
+    def weight(self) -> Weight:
+        """[V, d] as it lies in memory."""
+        return self._table
+
+    @property
     def table(self) -> Tensor | None:
         """[V, d]; None where it lies in codes."""
         return None if isinstance(self._table, GroupedWeight) else self._table

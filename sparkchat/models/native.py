@@ -184,6 +184,32 @@ def unpacked_rows(weight: GroupedWeight, index: Tensor) -> Tensor:
     return out
 
 
+class RowWriter:
+    """Single rows of a weight on the CPU as float32, again and again: what ``unpacked_rows`` looks up is known."""
+
+    def __init__(self, weight: Weight) -> None:
+        self._weight, self._tables = weight, None
+        is_codes = isinstance(weight, GroupedWeight) and weight.codes.dtype in (torch.uint8, torch.int8)
+        if is_codes and cpu.is_loaded() and weight.codes.is_contiguous():
+            shift = _NO_SHIFT if weight.shift is None else weight.shift
+            tables = (weight.codes, weight.scale.contiguous(), shift.contiguous())
+            self._tables = tuple(t.numpy() for t in tables)
+        self._index = np.zeros(1, np.int64)
+
+    def write(self, row: int, out: np.ndarray) -> None:
+        """Row ``row`` of a weight [V, in] into out [1, in] float32."""
+        if self._tables is None:
+            index = torch.tensor([row])
+            weight = self._weight
+            found = weight.rows(index).dense() if isinstance(weight, GroupedWeight) else weight[index]
+            out[:] = found.float().numpy()
+            return
+        from sparkchat.kernels.cpu.codes import unpack_rows
+
+        self._index[0] = row
+        unpack_rows(*self._tables, self._index, out)
+
+
 def run_lines(lines: np.ndarray, threads: int) -> None:
     """As ``run_parts``: lines [parts, 2] int64, what and where, that are kept."""
     from sparkchat.kernels.cpu.team import team

@@ -35,7 +35,7 @@ def _multiply(job, matrix, x, inputs, out, out_stride, place, counter, thread, t
         meet(place, threads)
         x, stride = job[PACKED], wide
     own = job[SCRATCH] + thread * job[SCRATCH_STRIDE]
-    multiply(matrix, x, stride, count, STORE, out, out_stride, counter, threads, own)
+    multiply(matrix, x, stride, count, STORE, out, out_stride, counter, thread, threads, own)
     meet(place, threads)
 
 

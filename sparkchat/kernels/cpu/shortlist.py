@@ -322,7 +322,7 @@ def draw_block(
     """
     size, rank = probs.shape[1], w1.shape[1]
     work = np.empty(max(base.shape[1], size), np.float32)
-    found = np.empty(base.shape[1], np.int64)
+    found = np.empty(base.shape[1], np.int32)
     columns = np.zeros(size + _AHEAD, np.int64)
     vector, bits = np.zeros(max(rank, 1), np.float32), np.zeros(max(rank, 1), np.uint32)
     logits = np.empty(size, np.float32)

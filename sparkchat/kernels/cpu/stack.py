@@ -89,7 +89,7 @@ def _norm_rows(job, weight, out):
 
 
 @njit(nogil=True)
-def _multiply(job, matrix, x, inputs, packed, epilogue, out, out_stride, counter, threads, own):
+def _multiply(job, matrix, x, inputs, packed, epilogue, out, out_stride, counter, thread, threads, own):
     """This thread's share of x [COUNT, inputs] float32 times a matrix; ``packed``: room for rows as codes want them."""
     count, stride = job[COUNT], 4 * inputs
     if words(matrix, RECORD_WORDS)[KIND] != BF16:
@@ -97,7 +97,7 @@ def _multiply(job, matrix, x, inputs, packed, epilogue, out, out_stride, counter
         for n in range(count):
             rows.pack(x + n * stride, inputs // rows.GROUP, packed + n * wide)
         x, stride = packed, wide
-    multiply(matrix, x, stride, count, epilogue, out, out_stride, counter, threads, own)
+    multiply(matrix, x, stride, count, epilogue, out, out_stride, counter, thread, threads, own)
 
 
 @njit(nogil=True)
@@ -167,21 +167,45 @@ def run_stack(job_address, place, counter, thread, threads):
         layer = words(job[TABLE] + index * LAYER_WORDS * 8, LAYER_WORDS)
         _norm_rows(job, layer[INPUT_NORM], normed)
         _multiply(
-            job, layer[QKV_MATRIX], normed, hidden, packed, STORE, job[QKV], job[QKV_STRIDE], counter, threads, own
+            job,
+            layer[QKV_MATRIX],
+            normed,
+            hidden,
+            packed,
+            STORE,
+            job[QKV],
+            job[QKV_STRIDE],
+            counter,
+            thread,
+            threads,
+            own,
         )
         meet(place, threads)
         _rotate_rows(job, layer, counter + 8)
         meet(place, threads)
         attend(job, layer, counter + 16, threads, scores)
         meet(place, threads)
-        _multiply(job, layer[O_MATRIX], job[MIXED], heads_size, packed, ADD, job[X], wide, counter + 24, threads, own)
+        _multiply(
+            job, layer[O_MATRIX], job[MIXED], heads_size, packed, ADD, job[X], wide, counter + 24, thread, threads, own
+        )
         meet(place, threads)
         _norm_rows(job, layer[POST_NORM], normed)
         _multiply(
-            job, layer[GATE_UP], normed, hidden, packed, GATE, job[ACT], 4 * job[INNER], counter + 32, threads, own
+            job,
+            layer[GATE_UP],
+            normed,
+            hidden,
+            packed,
+            GATE,
+            job[ACT],
+            4 * job[INNER],
+            counter + 32,
+            thread,
+            threads,
+            own,
         )
         meet(place, threads)
-        _multiply(job, layer[DOWN], job[ACT], job[INNER], packed, ADD, job[X], wide, counter + 40, threads, own)
+        _multiply(job, layer[DOWN], job[ACT], job[INNER], packed, ADD, job[X], wide, counter + 40, thread, threads, own)
         meet(place, threads)
         if layer[TAP] >= 0:
             _tap(job, layer[TAP], thread, threads)

@@ -58,7 +58,7 @@ def _run_product(job_address, place, counter, thread, threads):
             pack(x + n * stride, job[GROUPS], job[PACKED] + n * job[GROUPS] * GROUP_ROW_BYTES)
         meet(place, threads)
         x, stride = job[PACKED], job[GROUPS] * GROUP_ROW_BYTES
-    multiply(job[MATRIX], x, stride, job[IN_COUNT], STORE, job[TO], job[TO_STRIDE], counter, threads, own)
+    multiply(job[MATRIX], x, stride, job[IN_COUNT], STORE, job[TO], job[TO_STRIDE], counter, thread, threads, own)
 
 
 @njit(nogil=True)

@@ -26,6 +26,7 @@ GROUP_BYTES = {Q4: GROUP * LANES // 2 + 4 * LANES, Q8: GROUP * LANES + 2 * LANES
 _CODE_BYTES = {Q4: GROUP * LANES // 2, Q8: GROUP * LANES, BF16: GROUP * LANES * 2}
 """Of 32 inputs without their scales."""
 _LINE = 64
+_ARGUMENTS = 8
 _PARTS = 4
 """In which 32 inputs are multiplied: whole, the code would be long."""
 
@@ -48,10 +49,11 @@ class Tile:
         x_stride: ir.Value,
         out: ir.Value,
         out_stride: ir.Value,
+        ahead: ir.Value,
     ) -> None:
         """out [rows, width * 16] float32 = x [rows, groups * 32] times the blocks at ``codes``.
 
-        x is float32 for bfloat16 weights and packed (``rows.pack``) for codes.
+        x is float32 for bfloat16 weights and packed (``rows.pack``) for codes. ``ahead``: the block that is read next.
         """
         blocks = [e.at(codes, e.times(block_bytes, j)) for j in range(self.width)]
         rows = [e.at(x, e.times(x_stride, r)) for r in range(self.rows)]
@@ -59,9 +61,9 @@ class Tile:
 
         def group(g: ir.Value, *totals: ir.Value) -> Values:
             at = [e.at(block, e.times(g, GROUP_BYTES[self.kind])) for block in blocks]
-            # The same place of the block behind: the processor does not look ahead so far by itself.
-            for block in at:
-                behind = e.at(block, e.times(block_bytes, self.width))
+            # The same place of the next block: the processor does not look ahead so far by itself.
+            for j in range(self.width):
+                behind = e.at(ahead, e.times(block_bytes, j), e.times(g, GROUP_BYTES[self.kind]))
                 for line in range(0, GROUP_BYTES[self.kind], _LINE):
                     e.prefetch(e.at(behind, line))
             here = [e.at(row, e.times(g, GROUP * (4 if self.kind == BF16 else 2))) for row in rows]
@@ -124,19 +126,19 @@ class Tile:
         return totals
 
 
-def _call(codes, block_bytes, groups, x, x_stride, out, out_stride):  # type: ignore[no-untyped-def]
-    _tile(codes, block_bytes, groups, x, x_stride, out, out_stride)  # type: ignore[name-defined]  # noqa: F821
+def _call(codes, block_bytes, groups, x, x_stride, out, out_stride, ahead):  # type: ignore[no-untyped-def]
+    _tile(codes, block_bytes, groups, x, x_stride, out, out_stride, ahead)  # type: ignore[name-defined]  # noqa: F821
 
 
 def _compile(kind: int, rows: int, width: int = 1) -> int:
     """The address of a tile's machine code."""
     name = f"tile_{kind}_{rows}_{width}"
-    tile = primitive(name, 7, Tile(kind, rows, width))
+    tile = primitive(name, _ARGUMENTS, Tile(kind, rows, width))
     # The tile as a global of its own copy of the function: Numba keeps code under the function's name and the contents
     # of its closure, and an intrinsic in that is another one in every process.
     call = FunctionType(_call.__code__, {"_tile": tile, "__name__": __name__}, name)
     call.__qualname__ = name
-    return cfunc(types.void(*[types.int64] * 7), cache=True)(call).address
+    return cfunc(types.void(*[types.int64] * _ARGUMENTS), cache=True)(call).address
 
 
 @functools.cache
@@ -149,12 +151,12 @@ def tile_addresses(kind: int) -> tuple[int, ...]:
 
 
 @intrinsic
-def call_tile(typing, tile, codes, block_bytes, groups, x, x_stride, out, out_stride):  # type: ignore[no-untyped-def]
+def call_tile(typing, tile, codes, block_bytes, groups, x, x_stride, out, out_stride, ahead):  # type: ignore[no-untyped-def]
     """Call the tile at an address."""
 
     def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        kind = ir.FunctionType(ir.VoidType(), [ir.IntType(64)] * 7)
+        kind = ir.FunctionType(ir.VoidType(), [ir.IntType(64)] * _ARGUMENTS)
         builder.call(builder.inttoptr(args[0], kind.as_pointer()), args[1:])
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 8), generate
+    return types.void(*[types.int64] * (_ARGUMENTS + 1)), generate

@@ -17,10 +17,9 @@ from torch import Tensor
 
 from sparkchat.models.dspark.backbone import Backbone
 from sparkchat.models.kv_cache import KVCache, round_up
-from sparkchat.models.native import LaneLinear, run_lines
+from sparkchat.models.native import LaneLinear, RowWriter, run_lines
 
 if TYPE_CHECKING:
-    from sparkchat.kernels.cpu.decoder import Rows
     from sparkchat.kernels.cpu.matrix import Part
 
 _ENDS = 256
@@ -68,15 +67,18 @@ class _Block:
         (more, count), backbone = shape, owner.backbone
         self.threads = torch.get_num_threads()
         self._most = round_up(end, _ENDS)
-        self._embedding = backbone.embedding
+        self._anchor = RowWriter(backbone.embedding.weight)
         self._store, self._rope = cache.stores[0].data, backbone.rope_numbers
-        self._context, self._rows = (Rows(np.zeros((3, n), np.int64), self._most) for n in shape)
-        self._behind = np.arange(more), np.arange(count)
-        features, x, context, stack, self.hidden = backbone.plan_kept(cache, self._context, self._rows)
+        self._numbers = np.zeros(3 * (more + count), np.int64)
+        context_rows, rows = (
+            Rows(numbers.reshape(3, -1), self._most) for numbers in np.split(self._numbers, [3 * more])
+        )
+        self._behind, self._is_place, self._row = _places(more, count), _is_place(more, count), 0
+        features, x, context, stack, self.hidden = backbone.plan_kept(cache, context_rows, rows)
         last, self.base = owner.head.plan(self.hidden)
         # NumPy moves a few rows in a fraction of what torch takes.
         self._features, self._x = features.numpy(), x.numpy()
-        self._masks = self._embedding(torch.full((count - 1,), owner.mask)).numpy()
+        self._masks = backbone.embedding(torch.full((count - 1,), owner.mask)).numpy()
         parts: list[Part] = [context, stack, last]
         self._held = parts
         self.lines = np.array([(part.work, part.job.ctypes.data) for part in parts], np.int64)
@@ -93,15 +95,24 @@ class _Block:
             last = first + features.shape[0]
             self._features[first:last] = features.numpy()
             first = last
-        self._x[0], self._x[1:] = self._embedding(torch.tensor([anchor])).numpy()[0], self._masks
-        for rows, behind in zip((self._context, self._rows), self._behind, strict=True):
-            self._place(rows, behind, row, start)
-            start += len(behind)
+        self._anchor.write(anchor, self._x[:1])
+        self._x[1:] = self._masks
+        if row != self._row:
+            self._behind += (row - self._row) * (1 - self._is_place)
+            self._row = row
+        # Few and large steps: behind a verification, starting one costs more than what it does.
+        np.multiply(self._is_place, start, out=self._numbers)
+        self._numbers += self._behind
 
-    @staticmethod
-    def _place(rows: Rows, behind: np.ndarray, row: int, start: int) -> None:
-        """Positions from ``start`` on, all of which see all of them."""
-        numbers = rows.numbers
-        np.add(behind, start, out=numbers[0])
-        numbers[1] = start + len(behind)
-        numbers[2] = row
+
+def _places(more: int, count: int) -> np.ndarray:
+    """Positions, ends and cache rows of c context rows, then of n block rows, all of which see all of them: less where
+    they start, and in cache row 0."""
+    end, none = more + count, np.zeros
+    parts = (np.arange(more), np.full(more, more), none(more), np.arange(more, end), np.full(count, end), none(count))
+    return np.concatenate(parts).astype(np.int64)
+
+
+def _is_place(more: int, count: int) -> np.ndarray:
+    """Which of those numbers count from where the block starts."""
+    return np.repeat([1, 0, 1, 0], [2 * more, more, 2 * count, count])
