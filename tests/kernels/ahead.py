@@ -180,12 +180,14 @@ def seats() -> None:
     block, logits, base = Block.empty(4, 7, 1, CPU), torch.zeros(16, 151936), torch.zeros(2, 7, 151936)
     buffers, laws = AcceptBuffers.empty(logits, 2, 7), MarkovBuffers.empty(base).laws
     words, seats, table = StepInputs(4, 7, CPU), Seats.empty(4, CPU), torch.zeros(151936, 4096, dtype=HALF)
-    records = Records(4, 7, CPU).device_rows
+    records, ids = Records(4, 7, CPU).device_rows, torch.zeros(151936, 1)
     limits, exponents = torch.zeros(2, dtype=torch.int32), torch.zeros(7, dtype=torch.float64)
     for given, planned in ((None, None), (exponents, limits)):
         launch_enter_block(words, seats, table, 151000, PackedRows.empty(2, 14, 4096, CPU), block, 3, given)
         rows = PackedRows.empty(2, 16, 4096, CPU)
         launch_enter_rows(words, seats, table, rows, block, 3, 3, planned)
+    launch_enter_block(words, seats, ids, 151000, PackedRows.empty(2, 14, 1, CPU, has_ids=True), block, 3, None)
+    launch_enter_rows(words, seats, ids, PackedRows.empty(2, 16, 1, CPU, has_ids=True), block, 3, 3, None)
     launch_limit(words, seats.remaining, limits, limits[:1])
     launch_settle(words, seats, rows, buffers, block, laws, records)
     launch_settle(words, seats, rows, buffers, block, None, records)

@@ -12,9 +12,12 @@ import torch
 
 from cases.harness import Runner, random_prompts, varied_cost
 from sparkchat.engine import engine as engine_module
+from sparkchat.engine.captured.state import Block, Seats, StepInputs
 from sparkchat.engine.engine import Engine
 from sparkchat.kernels.rope.kernel import launch_write_context
 from sparkchat.kernels.rope.reference import write_context_reference
+from sparkchat.kernels.seats import PackedRows
+from sparkchat.kernels.seats.kernel import launch_enter_rows
 from sparkchat.params import LoadSpec
 
 SAMPLINGS: tuple[dict[str, Any], ...] = (
@@ -114,6 +117,31 @@ def test_requests_that_share_a_budget(runners: dict[str, tuple[Runner, Runner]])
         assert got.ids == want.ids
         assert [step["verify_len"] for step in got.steps] == [step["verify_len"] for step in want.steps]
     assert len({step["verify_len"] for outcome in found[0] for step in outcome.steps}) > 1
+
+
+def test_rows_of_ids_are_whole_numbers(device: torch.device) -> None:
+    """Where a token's row of the table is its id: the same numbers, of another type."""
+    words, seats, block = StepInputs(2, 3, device), Seats.empty(2, device), Block.empty(2, 3, 1, device)
+    words.device_words[[0, 1, 6]] = torch.tensor([3, 1, 2], device=device).to(words.device_words.dtype)
+    numbers = {
+        "anchor": (129_000, 7),
+        "kv_len": (10, 20),
+        "remaining": (9, 9),
+        "cache_row": (1, 3),
+        "draft_row": (2, 0),
+    }
+    for name, values in numbers.items():
+        getattr(seats, name).copy_(torch.tensor(values))
+    block.ids.copy_(100_000 + torch.arange(6).view(2, 3))
+    table = torch.arange(129_280, dtype=torch.float32, device=device).unsqueeze(1)
+    plain, named = (PackedRows.empty(2, 8, 1, device, has_ids=has_ids) for has_ids in (False, True))
+    for rows in (plain, named):
+        launch_enter_rows(words, seats, table, rows, block, 9, 8, None)
+    assert named.x.flatten().tolist() == [129_000, 100_000, 100_001, 100_002, 7, 100_003, 7, 7]
+    assert named.cache_rows.tolist() == [1, 1, 1, 1, 3, 3, 9, 9]
+    for name in ("x", "positions", "cache_rows", "draft_rows", "ends"):
+        found, want = getattr(named, name), getattr(plain, name)
+        assert found.dtype == torch.int64 and torch.equal(found.double(), want.double())
 
 
 @pytest.mark.parametrize("parts", [1, 3])
