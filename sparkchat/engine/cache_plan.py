@@ -15,6 +15,7 @@ from sparkchat.engine.prefill import CHUNK_ROWS
 from sparkchat.errors import UsageError
 from sparkchat.kernels.attention import attention_bytes
 from sparkchat.memory_plan import KEPT_SESSIONS
+from sparkchat.models.attention import MOST_COPIED
 from sparkchat.models.page_table import PAGE_SIZE
 from sparkchat.params import LoadSpec
 
@@ -66,7 +67,7 @@ def plan_caches(
     is_paged = can_page(target, drafter) and (captures or device.type == "cuda" or spec.cache_tokens is not None)
     context, tokens = longest, None
     if is_paged or (spec.cache_tokens is not None and can_limit(target, drafter) and not captures):
-        context, tokens = _shared_tokens(spec, device, target, drafter, longest, rows, behind, progress)
+        context, tokens = _shared_tokens(spec, device, target, drafter, longest, rows, behind, captures, progress)
         if tokens < spec.concurrency * context:
             words = f"the cache holds {tokens} tokens, and up to {spec.concurrency} requests share it"
             progress({"event": "notice", "id": None, "message": f"{words}; who finds no room in it waits"})
@@ -95,6 +96,7 @@ def _shared_tokens(
     longest: int,
     rows: int,
     behind: int,
+    captures: bool,
     progress: Progress,
 ) -> tuple[int, int]:
     """The context, and the tokens that all requests share."""
@@ -103,6 +105,8 @@ def _shared_tokens(
         per_token, per_row = storage_of(target, drafter, max(CHUNK_ROWS, behind))
         # Blank pages and those of nobody, and the drafter's that are more than the target's.
         fixed = rows * (per_row + PAGE_SIZE * per_token) + step_bytes(spec, target, drafter, longest + behind)
+        # What is copied out of pages, and without captured steps the caches in which steps are timed.
+        fixed += MOST_COPIED + (0 if captures else max(1280, 256 * spec.concurrency) * per_token)
         free = free_bytes(device)
     context, tokens, notice = fitting_cache(
         spec.context,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 FLUSH_ROWS = 256
 """Pending features are projected at the latest when this many rows wait, so that memory stays flat."""
+_EVERYTHING = 1 << 62
+"""More positions than any row has."""
 
 
 @dataclass
@@ -84,6 +86,16 @@ def take_pending(contexts: list[DraftContext], at_least: int = 1) -> tuple[Tenso
     return features, batch
 
 
+class Reach(NamedTuple):
+    """How far a request will write: positions of the target's row and of the drafter's lie below these."""
+
+    target: int
+    draft: int
+
+
+_NO_ROOM = Reach(0, 0)
+
+
 @dataclass
 class Slot:
     """Cache rows of one request or idle session."""
@@ -92,6 +104,8 @@ class Slot:
     draft: DraftContext | None
     tokens: list[int] = field(default_factory=list)
     """The tokens whose KV is in the target's cache, while the slot is idle."""
+    room: Reach = _NO_ROOM
+    """How far it holds room already."""
     kept: int = 0
     """Length of the prompt at whose end the caches kept their rings; 0 where they have none, or kept nothing."""
 
@@ -124,7 +138,7 @@ class SharesRoom(Protocol):
 
     def can_take(self, row: int | None, end: int, without: Collection[int] = ()) -> bool: ...
 
-    def take(self, row: int, end: int) -> None: ...
+    def take(self, row: int, end: int) -> int: ...
 
     def trim(self, row: int) -> None: ...
 
@@ -151,14 +165,6 @@ class SetAside:
     def num_bytes(self) -> int:
         saved = self.target.num_bytes + (0 if self.draft is None else self.draft.num_bytes)
         return saved + sum(rows.nbytes for rows in self.pending)
-
-
-@dataclass(frozen=True)
-class Reach:
-    """How far a request will write: positions of the target's row and of the drafter's lie below these."""
-
-    target: int
-    draft: int
 
 
 class SlotTable:
@@ -195,6 +201,8 @@ class SlotTable:
 
     def reserve(self, slot: Slot, reach: Reach) -> bool:
         """Hold room so far; False where there is none, although no idle session holds any."""
+        if reach.target <= slot.room.target and reach.draft <= slot.room.draft:
+            return True
         if not self._give_way(slot, reach):
             return False
         self._take(slot, reach)
@@ -219,6 +227,7 @@ class SlotTable:
         if self._shares_room:
             for cache, row in self._rows(slot):
                 cache.trim(row)
+        slot.room = _NO_ROOM
         self._idle[session] = slot
 
     def set_aside(self, slot: Slot) -> SetAside:
@@ -302,9 +311,13 @@ class SlotTable:
         return self._draft_cache.can_take(row, reach.draft, [s.draft.row for s in going if s.draft is not None])
 
     def _take(self, slot: Slot, reach: Reach) -> None:
-        if self._shares_room:
-            for (cache, row), end in zip(self._rows(slot), (reach.target, reach.draft), strict=False):
-                cache.take(row, end)
+        if not self._shares_room:
+            slot.room = Reach(_EVERYTHING, _EVERYTHING)
+            return
+        target, draft = self._cache.take(slot.row, reach.target), _EVERYTHING
+        if slot.draft is not None and self._draft_cache is not None:
+            draft = self._draft_cache.take(slot.draft.row, reach.draft)
+        slot.room = Reach(target, draft)
 
     def _rows(self, slot: Slot) -> list[tuple[KVCache, int]]:
         """The slot's rows with their caches."""

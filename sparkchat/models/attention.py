@@ -24,6 +24,8 @@ from sparkchat.models.paged_cache import PagedStore
 _QUERY_TILE = 32
 """Rows of the matrix products inside scaled_dot_product_attention on the CPU."""
 _PROBE_KEYS = 256
+MOST_COPIED = 1 << 28
+"""Bytes of pages that are copied to be attended to at a time; engine/cache_plan.py leaves room for them."""
 
 
 @dataclass(frozen=True)
@@ -85,10 +87,13 @@ def deviating_tiles(head_dim: int) -> frozenset[int]:
 class Padding:
     """Lays the spans out as a [R, Q] rectangle over a range of cache rows, and takes them out again."""
 
-    def __init__(self, spans: Sequence[Span], group_size: int, head_dim: int, device: torch.device) -> None:
+    def __init__(
+        self, spans: Sequence[Span], group_size: int, head_dim: int, device: torch.device, *, is_copied: bool = False
+    ) -> None:
+        """``is_copied``: rows of the cache are copied in any case, so none is taken along for lying between others."""
         low, high = min(s.cache_row for s in spans), max(s.cache_row for s in spans) + 1
         self.rows: slice | Tensor = slice(low, high)
-        if high - low > 2 * len(spans):
+        if is_copied or high - low > 2 * len(spans):
             # Rows far apart: copying them costs less than attending from every row between.
             chosen = sorted(s.cache_row for s in spans)
             self.rows = torch.tensor(chosen, device=device)
@@ -96,7 +101,6 @@ class Padding:
         else:
             slot_of = {row: row - low for row in range(low, high)}
         self.num_rows = len(slot_of)
-        self.row_numbers = list(slot_of)
         self.width = padded_count(max(s.count for s in spans), group_size, head_dim, device)
         # Padding repeats row 0 of the batch or of the span: any row with something to see will do.
         index = [0] * (self.num_rows * self.width)
@@ -133,9 +137,13 @@ class StoreView:
         self._writes = self._write_targets(spans, positions)
         heads = store.data.shape[2] // 2
         self._reader = None
+        self.parts = [(0, padding.num_rows)]
+        """Rows of the padding that are attended to at a time: all, unless copying them took too much room."""
         if isinstance(store, PagedStore):
-            rows = torch.tensor(padding.row_numbers, device=positions.device)
-            self._reader = store.reader(rows, self.length)
+            assert isinstance(padding.rows, Tensor)
+            self._reader = store.reader(padding.rows, self.length)
+            step = max(1, MOST_COPIED // self._reader.bytes_per_row)
+            self.parts = [(n, min(n + step, padding.num_rows)) for n in range(0, padding.num_rows, step)]
         is_view = self._reader is None and isinstance(padding.rows, slice)
         reach = store.data[:, padding.rows] if is_view else None
         self._keys = None if reach is None else reach[:, :, :heads, : self.length].unbind(0)
@@ -183,12 +191,12 @@ class StoreView:
         else:
             self._store.data[index][self._rows, :, self._slots] = kv.to(self._store.data.dtype)
 
-    def read(self, index: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [R, K, T, D] of layer ``index`` of the store."""
+    def read(self, index: int, low: int, high: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [R, K, T, D] of layer ``index`` of the store; ``low`` and ``high`` from ``parts``."""
         if self._keys is not None and self._values is not None:
             return self._keys[index], self._values[index]
         if self._reader is not None:
-            keys, values = self._reader.read(index).chunk(2, dim=1)
+            keys, values = self._reader.read(index, low, high).chunk(2, dim=1)
             return keys, values
         data = self._store.data[index].index_select(0, self._padding.rows)[:, :, : self.length]
         keys, values = data.chunk(2, dim=1)
@@ -204,7 +212,8 @@ class SpanAttention:
         """``is_block``: the rows of a span see all of the span, not only what is before them."""
         cache.publish()
         self._cache, self._spans, self._group_size = cache, spans, group_size
-        self._padding = Padding(spans, group_size, cache.head_dim, positions.device)
+        is_copied = any(isinstance(store, PagedStore) for store in cache.stores)
+        self._padding = Padding(spans, group_size, cache.head_dim, positions.device, is_copied=is_copied)
         self._views = [StoreView(store, spans, self._padding, positions, is_block) for store in cache.stores]
         self._masks = [view.grouped_mask(group_size) for view in self._views]
 
@@ -213,11 +222,15 @@ class SpanAttention:
         store, index = self._cache.places[layer]
         view = self._views[store]
         view.write(index, kv)
-        keys, values = view.read(index)
-        padding, heads = self._padding, keys.shape[1]
-        q = padding.spread(q.to(keys.dtype))
+        padding, heads = self._padding, kv.shape[1] // 2
+        q = padding.spread(q.to(self._cache.stores[store].data.dtype))
         q = q.reshape(padding.num_rows, padding.width * self._group_size, heads, -1).transpose(1, 2)
-        mixed = F.scaled_dot_product_attention(q, keys, values, attn_mask=self._masks[store])
+        mixed_parts = []
+        for low, high in view.parts:
+            keys, values = view.read(index, low, high)
+            mask = self._masks[store][low:high]
+            mixed_parts.append(F.scaled_dot_product_attention(q[low:high], keys, values, attn_mask=mask))
+        mixed = mixed_parts[0] if len(mixed_parts) == 1 else torch.cat(mixed_parts)
         mixed = mixed.transpose(1, 2).reshape(padding.num_rows * padding.width, -1)
         return padding.collect(mixed)
 

@@ -218,9 +218,10 @@ class KVCache:
         ends = [held for other, held in self._ends.items() if other not in without]
         return (len(ends) + (row is None)) * key_slots(max(end, 1, *ends)) <= self._most
 
-    def take(self, row: int, end: int) -> None:
-        """Hold room for the positions of the row below ``end``."""
+    def take(self, row: int, end: int) -> int:
+        """Hold room for the positions of the row below ``end``; returns how far it holds room now."""
         self._ends[row] = max(self._ends[row], end)
+        return self.context if self._most is None else self._ends[row]
 
     def trim(self, row: int) -> None:
         """Give back room behind the row's length."""

@@ -74,13 +74,15 @@ class PageReader:
         # A page of one head is one piece: [pages * 2K, PAGE_SIZE, D].
         self._data = data.flatten(1, 2)
         head = torch.arange(heads, device=pages.device)[:, None]
-        self._index = (pages.long()[:, None] * heads + head).flatten()
-        self._shape = (pages.shape[0], heads, pages.shape[1] * PAGE_SIZE, data.shape[4])
+        self._index = pages.long()[:, None] * heads + head
+        self._shape = (heads, pages.shape[1] * PAGE_SIZE, data.shape[4])
         self._length = length
+        self.bytes_per_row = heads * self._shape[1] * self._shape[2] * data.itemsize
 
-    def read(self, index: int) -> Tensor:
-        """[R, 2K, length, D] of layer ``index`` of the store."""
-        return self._data[index].index_select(0, self._index).view(self._shape)[:, :, : self._length]
+    def read(self, index: int, low: int = 0, high: int | None = None) -> Tensor:
+        """[R, 2K, length, D] of layer ``index`` of the store; of the rows from ``low`` to ``high``."""
+        picked = self._index[low:high].flatten()
+        return self._data[index].index_select(0, picked).view(-1, *self._shape)[:, :, : self._length]
 
 
 class PagedCache(KVCache):
@@ -162,9 +164,10 @@ class PagedCache(KVCache):
         """A page is as good as any other."""
         return {}
 
-    def take(self, row: int, end: int) -> None:
+    def take(self, row: int, end: int) -> int:
         """Raises ValueError when too few pages are free."""
         self.table.take(row, end)
+        return len(self.table.held(row)) * PAGE_SIZE
 
     def trim(self, row: int) -> None:
         self.table.give_back(row, self._lengths[row])

@@ -154,3 +154,17 @@ def test_the_table_on_the_device_is_that_of_a_simple_model(seed: int) -> None:
             unclean.clear()
             for one, count in model.items():
                 assert table.numbers[one].tolist() == table.held(one) + [BLANK] * (9 - count)
+
+
+def test_rows_that_are_too_much_to_copy_at_once_are_attended_to_in_turn(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spans = [(n, random_ids(40 + n, seed=n)) for n in range(3)]
+    outs = []
+    for most in (1 << 28, 1):
+        monkeypatch.setattr("sparkchat.models.attention.MOST_COPIED", most)
+        cache = pair.ours.new_cache(3, 400, 64, pages=20)
+        for _ in range(3):
+            cache.allocate()
+        outs.append(run(pair.ours, cache, spans)[0])
+    assert torch.equal(*outs)

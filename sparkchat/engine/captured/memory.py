@@ -73,7 +73,7 @@ def fitting_cache(
     context, notice = asked or longest, None
     if whole(context) > most:
         context = max(0, most - behind) // ROUND_TO * ROUND_TO
-        if asked is not None:
+        if asked is not None and context >= ROUND_TO:
             raise NotEnoughMemory(
                 f"a context of {asked} of {name} needs {_gb(asked * bytes_per_token)} GB, "
                 f"and the device has {_gb(max(0, room or 0))} GB left; give --context {context} or less"
