@@ -119,7 +119,8 @@ def _limit(plan: MemoryPlan, machine: Machine, context: int | None, asked: int |
         return asked
     context = plan.max_context if context is None else min(context, plan.max_context)
     tokens = plan.cache_tokens(context, free)
-    return None if tokens >= plan.num_caches * context else tokens
+    # What is set aside lies in the same memory, and storage that grows is there twice while it does.
+    return None if tokens >= plan.num_caches * context else max(context, tokens // 2)
 
 
 def _fitting_context(
