@@ -303,7 +303,7 @@ def contexts(steps: int, bandwidth: float) -> list[dict[str, Any]]:
                 engine.step()
             (state,) = engine._scheduler.decoding
             # The answer goes on as if its prompt had been that long.
-            engine._captured.drain()
+            engine._captured.drain(engine.mode)
             state.tokens = [1000] * length + state.tokens[-1:]
             engine.pair.cache.advance(state.slot.row, length)
             times = [e["verify_ms"] for _ in range(steps) for e in engine.step() if e["event"] == "step"]
