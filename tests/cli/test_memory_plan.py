@@ -361,6 +361,20 @@ def test_run_refuses_with_numbers_before_loading(
     assert started == []
 
 
+def test_a_limit_of_the_cache_reaches_the_engine_or_is_refused(
+    main: Cli, tiny_pair: Any, free_memory: Callable[[int], None], started: list[RunConfig]
+) -> None:
+    free_memory(10**14)
+    assert main("run", tiny_pair.target, "--cache-tokens", "200", "hi").code == 0
+    assert (started[0].spec.cache_tokens, started[0].spec.context) == (200, None)
+    for flags, words in (
+        (("--cache-tokens", "0"), "--cache-tokens 0 is not possible"),
+        (("--cache-tokens", "100", "--context", "200"), "--cache-tokens 100 does not hold --context 200"),
+    ):
+        done = main("run", tiny_pair.target, *flags, "hi")
+        assert (done.code, words in done.error) == (2, True), done.error
+
+
 def test_show_prints_the_plan_of_what_is_on_disk(main: Cli, tiny_pair: Any, free_memory: Callable[[int], None]) -> None:
     free_memory(10**12)
     report = main("show", tiny_pair.target, "--context", "100", "--json").json["memory_plan"]

@@ -12,12 +12,12 @@ import torch
 from engine.test_captured import open_one
 from sparkchat.engine.captured.allocation import allocate, survival_of
 from sparkchat.engine.captured.laws import Draws, row_laws
-from sparkchat.engine.captured.memory import GRAPHS_BYTES, fitting_context
+from sparkchat.engine.captured.memory import GRAPHS_BYTES, fitting_cache, fitting_context
 from sparkchat.engine.captured.tiers import request_tiers, round_up, row_tiers
 from sparkchat.engine.cost_table import CostLookup
 from sparkchat.engine.lagged_plan import LAG, PAST_BLOCKS, StaleSurvival, admit, choose_budget
 from sparkchat.engine.sampling import probabilities
-from sparkchat.errors import NotEnoughMemory
+from sparkchat.errors import NotEnoughMemory, UsageError
 from sparkchat.params import CostTable
 
 
@@ -128,6 +128,31 @@ def test_a_context_is_cut_to_the_room_there_is() -> None:
         fitting_context(6000, 40960, free_bytes=free, **settings)  # type: ignore[arg-type]
     with pytest.raises(NotEnoughMemory, match="no room"):
         fitting_context(None, 40960, free_bytes=0, **settings)  # type: ignore[arg-type]
+
+
+def shared(asked: int | None, longest: int, limit: int | None, free: int | None) -> tuple[int, int, str | None]:
+    sizes = {"sharers": 4, "behind": 24, "bytes_per_token": 1000, "fixed_bytes": 5000, "name": "model"}
+    return fitting_cache(
+        asked, longest, limit, free_bytes=None if free is None else GRAPHS_BYTES + 5000 + free, **sizes
+    )
+
+
+def test_more_requests_share_what_there_is_and_one_has_its_whole_context() -> None:
+    whole = 4096 + 64
+    assert shared(None, 4096, None, None) == shared(None, 4096, None, 10**9) == (4096, 4 * whole, None)
+    assert shared(None, 4096, None, 1000 * (whole + 640)) == (4096, whole + 640, None)
+    assert shared(None, 4096, None, 1000 * whole) == (4096, whole, None)
+    # Only where one context does not fit does it give way.
+    context, tokens, notice = shared(None, 40960, None, 1000 * whole)
+    assert (context, tokens) == (4096, whole) and "40960" in str(notice)
+    assert shared(None, 4096, 1000, 10**9) == (1000, 1024, None)
+    assert shared(500, 4096, 1000, 10**9) == (500, 1024, None)
+    with pytest.raises(UsageError, match="give --context 400 or less, or --cache-tokens 500 or more"):
+        shared(500, 4096, 400, None)
+    with pytest.raises(NotEnoughMemory, match="--context 4096 or less"):
+        shared(6000, 40960, None, 1000 * whole)
+    with pytest.raises(NotEnoughMemory, match="no room"):
+        shared(None, 40960, None, 0)
 
 
 def test_steps_are_timed_by_rows_that_differ(tiny_pair: Any) -> None:
