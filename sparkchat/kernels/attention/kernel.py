@@ -53,7 +53,9 @@ class Tile:
     """Of a tile, at most ``UNIT``."""
     warps: int
     stages: int
-    """Depth of the pipeline of loads."""
+    """Depth of the pipeline of loads. With pages a key lies behind two loads, its page's number and itself, which share
+    the depth: as many tiles are under way only where it is nearly doubled. With three stages for both, the compiler has
+    every tile waited for, and the steps of an H200 took longer (benchmarks/results/2026-11-30-gpu-decode.md)."""
     programs: int = _PROGRAMS
     many_groups: int = _MANY_GROUPS
     some_groups: int = _SOME_GROUPS
@@ -352,7 +354,7 @@ def launch_decode_attention(
         KV_HEADS=kv_heads, GROUP=group, DIM=dim, QUERIES=QUERIES, TILES=tiles, PROGRAMS=programs, UNIT=UNIT,
         BLOCK=tile.keys, WINDOW=window or 0, PAGED=pages is not None, EXACT=is_exact,
         INSIDE=groups >= tile.many_groups, BUNDLED=is_bundled, SETTLED=reads_ahead(is_settled),
-        num_warps=tile.warps, num_stages=tile.stages,
+        num_warps=tile.warps, num_stages=tile.stages if pages is None else 2 * tile.stages - 1,
     )  # fmt: skip
     if groups < tile.many_groups:
         piece = min(dim, _PIECE)
