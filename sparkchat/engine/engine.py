@@ -96,7 +96,10 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> list[Event]:
         """One prompt chunk, if any prompt waits, and one decode step for all that decode."""
-        events = [self._start_event(state) for state in self._scheduler.admit()]
+        events = [
+            self._resumed_event(state) if state.times_aside else self._start_event(state)
+            for state in self._scheduler.admit()
+        ]
         filling = self._scheduler.filling
         if filling:
             events += prefill_step(self.pair, filling)
@@ -126,12 +129,12 @@ class Engine:
         return events
 
     def _reach(self) -> Callable[[RequestState], Reach]:
-        """How far the coming step may write, behind those that are under way."""
+        """How far the coming step may write, behind one that may be under way when it is launched."""
         block = self.pair.block_size
-        in_flight = {} if self._captured is None else self._captured.in_flight()
+        most = (1 if self._captured is None else 2) * (block + 1)
 
         def reach(state: RequestState) -> Reach:
-            end = state.kv_len + (1 + in_flight.get(id(state), 0)) * (block + 1)
+            end = state.kv_len + most
             return Reach(end, end + block)
 
         return reach
@@ -255,9 +258,11 @@ class Engine:
         self.info = {**self.info, "cost_table": loading.describe_cost(self.pair.cost)}
         return [{"event": "info", "info": self.info}, {"event": "cost_table", "id": None, "file": file}]
 
+    @staticmethod
+    def _resumed_event(state: RequestState) -> Event:
+        return {"event": "resumed", "id": state.id, "t_ns": time.monotonic_ns()}
+
     def _start_event(self, state: RequestState) -> Event:
-        if state.times_aside:
-            return {"event": "resumed", "id": state.id, "t_ns": time.monotonic_ns()}
         return {
             "event": "start",
             "id": state.id,

@@ -47,6 +47,7 @@ class RequestState:
     aside: Any = None
     """engine.slots.SetAside: what its slot held, while it waits for room to go on."""
     times_aside: int = 0
+    """How often it was set aside."""
     foreseen: Any = None
     """engine.captured.decoder.Foreseen: how its next step was planned before the host knew the one in flight."""
     round: int = 0

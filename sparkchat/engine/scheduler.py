@@ -75,7 +75,9 @@ class Scheduler:
         return True
 
     def _return(self, state: RequestState) -> bool:
-        state.slot = self._slots.bring_back(state.aside, self._spare(state, state.aside.target.length))
+        # A prompt that was not read to its end still needs room for the rest.
+        end = state.kv_len if state.is_prefilled else len(state.prompt_ids)
+        state.slot = self._slots.bring_back(state.aside, end, self._spare(state, end))
         if state.slot is None:
             return False
         state.aside = None

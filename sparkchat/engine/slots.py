@@ -241,10 +241,10 @@ class SlotTable:
         self._free(slot)
         return SetAside(target, draft, length, pending)
 
-    def bring_back(self, saved: SetAside, spare: int) -> Slot | None:
-        """A slot that holds what was set aside; None while there is no room for it and ``spare`` positions more."""
-        length = saved.target.length + spare
-        if not self._give_way(None, Reach(length, length)):
+    def bring_back(self, saved: SetAside, end: int, spare: int) -> Slot | None:
+        """A slot that holds what was set aside, with room for positions below ``end``; None while there is no room for
+        these and ``spare`` positions more."""
+        if not self._give_way(None, Reach(end + spare, end + spare)):
             return None
         row, draft = self._cache.restore(saved.target), None
         if saved.draft is not None and self._draft_cache is not None:
@@ -252,7 +252,9 @@ class SlotTable:
             device = self._draft_cache.stores[0].data.device
             for rows in saved.pending:
                 draft.add(rows.to(device))
-        return self._opened(Slot(row, draft))
+        slot = self._opened(Slot(row, draft))
+        self._take(slot, Reach(end, end))
+        return slot
 
     def _open(self) -> Slot:
         while True:

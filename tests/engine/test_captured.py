@@ -45,12 +45,11 @@ def open_one(target: Path, drafter: Path | None, graphs: bool | None, **spec: An
         str(target),
         None if drafter is None else str(drafter),
         device="cpu",
-        context=300,
         concurrency=5,
         threads=1,
         cost_table=None if drafter is None else varied_cost(),
         graphs=graphs,
-        **spec,
+        **{"context": 300, **spec},
     )
     runner = Runner(Engine(loaded))
     runner.engine.pair.is_lagged = True

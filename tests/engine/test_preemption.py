@@ -207,6 +207,28 @@ def test_settings_may_change_while_set_aside(path: str, engines: Engines) -> Non
     assert the_rest(ample)[aside]["token_ids"] == found
 
 
+@pytest.mark.parametrize("path", ["loop", "captured"])
+def test_a_prompt_is_read_on_where_it_was_set_aside(path: str, tiny_pair: Any, engines: Engines) -> None:
+    """The first request needs a page while the second has read a part of its prompt."""
+    pair, graphs = (tiny_pair.target, tiny_pair.drafter), True if path == "captured" else None
+    little = open_one(*pair, graphs, cache_tokens=2500, context=2500)
+    first, second = ({"prompt_ids": random_prompts(2, n, seed=n)[1], "ignore_eos": True} for n in (60, 2400))
+    little.engine.submit(to_request(first | {"mode": "off", "max_tokens": 200}, 0))
+    state = little.engine._scheduler.find("r0")
+    assert state is not None
+    # Its reach is about to leave its second page.
+    while state.kv_len < 128 - 2 * (little.engine.pair.block_size + 1):
+        little.engine.step()
+    little.engine.submit(to_request(second | {"mode": "static", "max_tokens": 20}, 1))
+    while (other := little.engine._scheduler.find("r1")).aside is None:  # type: ignore[union-attr]
+        little.engine.step()
+    assert other is not None and 0 < other.prefilled < 2400
+    results = the_rest(little)
+    ample = open_one(*pair, graphs, cache_tokens=5200, context=2500)
+    assert results["r1"]["token_ids"] == ample.ids([second | {"mode": "static", "max_tokens": 20}])[0]
+    assert_nothing_is_held(little)
+
+
 @PATHS
 def test_a_session_goes_on_behind_an_answer_that_was_set_aside(path: str, engines: Engines) -> None:
     ample, little = engines(path)

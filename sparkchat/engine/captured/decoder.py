@@ -118,11 +118,6 @@ class CapturedDecoder:
     def has_in_flight(self, state: RequestState) -> bool:
         return self._flying is not None and any(seat.state is state for seat in self._flying.seats)
 
-    def in_flight(self) -> dict[int, int]:
-        """Steps launched and not yet read, by the ``id`` of a request's state."""
-        seats = [] if self._flying is None else self._flying.seats
-        return {id(seat.state): seat.in_flight for seat in seats}
-
     @property
     def context(self) -> int:
         """Positions that a cache row has, of the target and of the drafter."""
