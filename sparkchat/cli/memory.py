@@ -9,7 +9,7 @@ from typing import Any
 
 from sparkchat.catalog import DrafterRef, ModelRef
 from sparkchat.config import RunConfig
-from sparkchat.errors import SparkchatError, Unreachable
+from sparkchat.errors import SparkchatError, Unreachable, UsageError
 from sparkchat.fit import (
     Machine,
     describe_parts,
@@ -101,13 +101,16 @@ def within_memory(
 ) -> tuple[LoadSpec, tuple[str, ...]]:
     """What to load, its context and cache such that they fit, and what to tell the user of it.
 
-    Raises NotEnoughMemory with the numbers.
+    Raises NotEnoughMemory with the numbers, and UsageError for a limit of a cache that nobody shares.
     """
     machine, spec = this_machine(options["device"]), config.spec
     plans = plans_by_devices(model, drafter, paths, setting_of(options, machine, num_requests))
     plan = plans.get(options["tp"])
     if plan is None:
         return spec, ()
+    if spec.cache_tokens is not None and not plan.is_shared:
+        asked = options.asked("cache_tokens")
+        raise UsageError(f"{asked}: every request of {model.name} has a cache of its own; leave it out")
     context, sentences = _fitting_context(plan, plans, machine, options, spec.context, model.name)
     return replace(spec, context=context, cache_tokens=_limit(plan, machine, context, spec.cache_tokens)), sentences
 

@@ -362,7 +362,7 @@ def test_run_refuses_with_numbers_before_loading(
 
 
 def test_a_limit_of_the_cache_reaches_the_engine_or_is_refused(
-    main: Cli, tiny_pair: Any, free_memory: Callable[[int], None], started: list[RunConfig]
+    main: Cli, tiny_pair: Any, free_memory: Callable[[int], None], started: list[RunConfig], tmp_path: Path
 ) -> None:
     free_memory(10**14)
     assert main("run", tiny_pair.target, "--cache-tokens", "200", "hi").code == 0
@@ -373,6 +373,8 @@ def test_a_limit_of_the_cache_reaches_the_engine_or_is_refused(
     ):
         done = main("run", tiny_pair.target, *flags, "hi")
         assert (done.code, words in done.error) == (2, True), done.error
+    done = main("run", full_folder(tmp_path / "v4"), "--cache-tokens", "5000", "--prompt-ids", "1")
+    assert (done.code, "every request of" in done.error) == (2, True), done.error
 
 
 def test_show_prints_the_plan_of_what_is_on_disk(main: Cli, tiny_pair: Any, free_memory: Callable[[int], None]) -> None:

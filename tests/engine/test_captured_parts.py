@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from engine.test_captured import open_one
+from sparkchat.engine.cache_plan import plan_caches
 from sparkchat.engine.captured.allocation import allocate, survival_of
 from sparkchat.engine.captured.laws import Draws, row_laws
 from sparkchat.engine.captured.memory import GRAPHS_BYTES, fitting_cache, fitting_context
@@ -18,7 +19,7 @@ from sparkchat.engine.cost_table import CostLookup
 from sparkchat.engine.lagged_plan import LAG, PAST_BLOCKS, StaleSurvival, admit, choose_budget
 from sparkchat.engine.sampling import probabilities
 from sparkchat.errors import NotEnoughMemory, UsageError
-from sparkchat.params import CostTable
+from sparkchat.params import CostTable, LoadSpec
 
 
 def test_rows_are_exact_up_to_four_windows() -> None:
@@ -153,6 +154,12 @@ def test_more_requests_share_what_there_is_and_one_has_its_whole_context() -> No
         shared(6000, 40960, None, 1000 * whole)
     with pytest.raises(NotEnoughMemory, match="no room"):
         shared(None, 40960, None, 0)
+
+
+def test_a_limit_of_what_nobody_shares_is_refused() -> None:
+    spec = LoadSpec("model", "folder", cache_tokens=100)
+    with pytest.raises(UsageError, match="requests of model share no cache"):
+        plan_caches(spec, torch.device("cpu"), object(), None, 4096, False, print)
 
 
 def test_steps_are_timed_by_rows_that_differ(tiny_pair: Any) -> None:
