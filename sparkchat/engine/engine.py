@@ -120,11 +120,13 @@ class Engine:
         events: list[Event] = []
         if self._captured is not None:
             # What is set aside must be known whole; and a request that ends here may leave room enough.
-            events += self._captured.drain(self.mode)
+            events += self._captured.settle(self.mode)
             self._interrupt()
             events += self._retire()
         while not self._scheduler.reserve(self._reach()):
             state = self._scheduler.set_aside_last()
+            if self._captured is not None:
+                self._captured.get_up(state)
             events.append({"event": "preempted", "id": state.id, "t_ns": time.monotonic_ns()})
         return events
 

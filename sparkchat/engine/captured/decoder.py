@@ -106,14 +106,22 @@ class CapturedDecoder:
         self._pair.simulated = simulated
 
     def drain(self, default: Mode) -> list[Event]:
-        """The events of the step in flight, with none launched behind it; all requests get up."""
+        """As ``settle``; and all requests get up."""
+        events = self.settle(default)
+        self._seating.clear()
+        return events
+
+    def get_up(self, state: RequestState) -> None:
+        """A request with no step in flight goes away for a while."""
+        self._seating.leave(state)
+
+    def settle(self, default: Mode) -> list[Event]:
+        """The events of the step in flight, with none launched behind it."""
         flying, self._flying = self._flying, None
         for seat in [] if flying is None else flying.seats:
             if not seat.state.is_finished:
                 seat.state.foreseen = self._foresee(seat, default)
-        events = [] if flying is None else self._read(flying)
-        self._seating.clear()
-        return events
+        return [] if flying is None else self._read(flying)
 
     def has_in_flight(self, state: RequestState) -> bool:
         return self._flying is not None and any(seat.state is state for seat in self._flying.seats)

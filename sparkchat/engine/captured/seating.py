@@ -74,6 +74,10 @@ class Seating:
             self._pair.draft_cache.advance(slot.draft.row, length)
             slot.draft.length = length
 
+    def leave(self, state: RequestState) -> None:
+        """Give up one request's seat, if it has one."""
+        self._clear([seat.state for seat in self._seats if seat.state is not state])
+
     def clear(self) -> None:
         """Everybody gets up; no step may be in flight."""
         self._seats.clear()
