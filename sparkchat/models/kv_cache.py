@@ -1,7 +1,8 @@
 """Keys and values of past positions: rows are requests, storage grows, sliding windows are rings.
 
 Layers of one window share one tensor, so a forward pass takes the views of all of them at once. Positions are slots
-in a growing store; in a ring, position p lives in slot p modulo the capacity.
+in a growing store; in a ring, position p lives in slot p modulo the capacity. Storage that grows may have a limit, and
+then takes no more in advance than it allows. On devices with captured steps rows share pages instead (paged_cache.py).
 """
 
 from __future__ import annotations
