@@ -70,22 +70,24 @@ def test_a_block_is_the_sum_of_its_parts(drafter: Drafter) -> None:
 
 
 def test_a_kept_block_is_the_same(drafter: Drafter) -> None:
-    """Shapes come again with other numbers, before and behind the place where cache and rotations grow."""
+    """Shapes come again with other numbers and in other rows, before and behind where cache and rotations grow."""
     kept, caches = drafter.kept_blocks, [drafter.new_cache(2, 1000) for _ in range(2)]
     assert kept is not None
-    (plain, ours), start = caches, 240
+    (plain, ours), starts = caches, [37, 240]
     for cache in caches:
         assert [cache.allocate(), cache.allocate()] == [0, 1]
-        drafter.extend_context(features_of(start, 5), pack_rows([list(range(start))], [0], [1], CPU), cache)
-    for turn, (more, count) in enumerate([(2, 3), (1, 3), (2, 3), (4, 2), (2, 1), (2, 3), (8, 3), (2, 3)]):
-        features = features_of(more, 10 + turn)
-        context = pack_rows([list(range(more))], [start], [1], CPU)
-        block = pack_rows([[70 + turn] + [16] * (count - 1)], [start + more], [1], CPU)
+        for row, start in enumerate(starts):
+            drafter.extend_context(features_of(start, 5), pack_rows([list(range(start))], [0], [row], CPU), cache)
+    shapes = [(2, 3, 1), (1, 3, 1), (2, 3, 0), (2, 3, 1), (4, 2, 0), (2, 1, 1), (2, 3, 1), (8, 3, 1), (2, 3, 0)]
+    for turn, (more, count, row) in enumerate(shapes):
+        features, start = features_of(more, 10 + turn), starts[row]
+        context = pack_rows([list(range(more))], [start], [row], CPU)
+        block = pack_rows([[70 + turn] + [16] * (count - 1)], [start + more], [row], CPU)
         wanted = drafter.draft_block((features, context), block, plain)
-        found = kept.draft([features[:1], features[1:]] if more > 1 else [features], 70 + turn, count, 1, ours)
+        found = kept.draft([features[:1], features[1:]] if more > 1 else [features], 70 + turn, count, row, ours)
         assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
-        start += more
-        assert ours.length(1) == plain.length(1) == start
+        starts[row] += more
+        assert ours.length(row) == plain.length(row) == starts[row]
 
 
 def test_likeliest_tokens_are_found_with_half_the_bits(drafter: Drafter) -> None:

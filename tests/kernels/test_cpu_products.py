@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 import pytest
 import torch
@@ -14,6 +15,9 @@ if not cpu.is_supported():
     pytest.skip(f"no kernels for this processor: {cpu.why_not()}", allow_module_level=True)
 
 from sparkchat.kernels.cpu.matrix import PackedMatrix, pack_bf16, pack_codes, quantize
+from sparkchat.kernels.cpu.product import share_start
+from sparkchat.models.native import RowWriter
+from sparkchat.models.quant import GroupedWeight
 
 KINDS = ("q4", "q8", "bf16")
 
@@ -109,3 +113,32 @@ def test_rows_far_apart_in_size_are_each_as_exact() -> None:
     x[1, :32] = 0.0
     exact = x.double() @ dense.T.double()
     assert float((matrix(x)[1] - exact[1]).norm() / exact[1].norm()) < 1e-4
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_shares_are_all_of_a_product_and_the_last_ones_small(threads: int) -> None:
+    for units in (1, 2, 3, 36, 97, 3072):
+        starts = [share_start(i, units, threads) for i in range(20 * threads)]
+        sizes = [b - a for a, b in pairwise(starts)]
+        assert starts[0] == 0 and starts[-1] == units
+        taken = [size for size in sizes if size]
+        assert sum(taken) == units and sizes[: len(taken)] == taken, "nobody stops while there is work"
+        assert taken == sorted(taken, reverse=True) and max(taken[-threads:]) <= 2
+        # Two blocks at a time are taken from where a share begins.
+        assert all(start % 2 == 0 for start in starts[: len(taken)])
+
+
+@pytest.mark.parametrize("form", ["q4", "q8", "plain"])
+def test_a_written_row_is_that_of_the_weight(form: str) -> None:
+    random = torch.Generator().manual_seed(4)
+    weight = torch.randn((9, 64), generator=random).bfloat16()
+    if form != "plain":
+        low, high, kind = (0, 16, torch.uint8) if form == "q4" else (-127, 128, torch.int8)
+        codes = torch.randint(low, high, (9, 64), generator=random).to(kind)
+        shift = torch.randn(9, 2, generator=random) if form == "q4" else None
+        weight = GroupedWeight(codes, torch.rand(9, 2, generator=random), shift)
+    writer, out = RowWriter(weight), torch.zeros(1, 64)
+    dense = weight.dense() if isinstance(weight, GroupedWeight) else weight.float()
+    for row in (3, 8, 3):
+        writer.write(row, out.numpy())
+        assert torch.equal(out[0], dense[row])

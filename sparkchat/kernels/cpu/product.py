@@ -21,7 +21,7 @@ _LEAST = 2
 
 
 @njit(nogil=True)
-def _share(index, units, threads):
+def share_start(index, units, threads):
     """Where share ``index`` of a product begins: half of all is dealt out first, then half of the rest, and so on.
 
     Threads may be held up, and all wait for the last one: so what comes last is small. The first share of a thread is
@@ -84,11 +84,11 @@ def multiply(record, x, x_stride, count, epilogue, out, out_stride, counter, thr
     units = m[BLOCKS] // 2 if epilogue == GATE else m[BLOCKS]
     is_single = count == 1 and epilogue == STORE and m[BIAS] == 0
     index = thread
-    first = _share(index, units, threads)
+    first = share_start(index, units, threads)
     while first < units:
-        last = _share(index + 1, units, threads)
+        last = share_start(index + 1, units, threads)
         index = threads + fetch_add(counter, 1)
-        after = _share(index, units, threads)
+        after = share_start(index, units, threads)
         row = 0
         while row < count:
             rows = min(SLAB, count - row)
