@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -40,7 +39,6 @@ from sparkchat.collector import STEP_OBJECTS, set_aside  # noqa: E402
 from sparkchat.engine import engine as engine_module  # noqa: E402
 from sparkchat.engine.captured.build import build_decoder  # noqa: E402
 from sparkchat.engine.engine import Engine  # noqa: E402
-from sparkchat.kernels.branches import SWITCH, wanted  # noqa: E402
 from sparkchat.models.base import ForwardBatch  # noqa: E402
 from sparkchat.params import CostTable, GenerateRequest, LoadSpec, SamplingParams  # noqa: E402
 from sparkchat.simulation import BUILT_IN, SimulatedAcceptance, acceptance_of_length, parse_simulation  # noqa: E402
@@ -72,7 +70,6 @@ class Bench:
             "gpus": options.gpus,
             "rank_of": options.rank_of,
             "overlap": options.overlap,
-            "branches": sorted(wanted(os.environ.get(SWITCH))),
             "tiny": options.tiny,
             "context": self.context,
             "block": self.block,
