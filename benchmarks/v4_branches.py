@@ -42,7 +42,7 @@ class Sides:
 
     def branch(self, is_beside: bool) -> Branch:
         is_forked = is_beside and self._side is not None and torch.cuda.is_current_stream_capturing()
-        return Branch(side=self._side if is_forked else None)
+        return Branch(self._side if is_forked else None)
 
 
 class Mixture:

@@ -7,8 +7,7 @@
         shared.join()       # what follows is behind both; the end of the block joins what was not
 
 Only a stream that is being captured is forked. Elsewhere, and where a branch is not asked for, the same lines run in
-the order in which they stand, on one stream. ``is_apart`` tells, for what is one launch unless it is taken apart; it
-does so in the run before a capture as well, in which kernels are loaded.
+the order in which they stand, on one stream; ``is_beside`` tells, for what is one launch unless it is taken apart.
 
 What a branch reads or writes must be held until it is joined: memory that is given back is handed out again on the
 stream on which it was taken. What is taken within ``aside`` may be given back behind the join, for the next ``aside``
@@ -43,48 +42,49 @@ USED = frozenset({"shared", "queries", "features"})
 class Branch:
     """Some launches of a block, beside the others where there is a stream for them."""
 
-    def __init__(self, is_apart: bool = False, side: torch.cuda.Stream | None = None) -> None:
-        self.is_apart, self.side, self._done = is_apart, side, None
-        """Whether launches are taken apart; the stream that is forked, if one is"""
+    def __init__(self, side: torch.cuda.Stream | None = None) -> None:
+        self._side, self._done = side, None
+
+    @property
+    def is_beside(self) -> bool:
+        return self._side is not None
 
     @contextmanager
     def aside(self) -> Iterator[None]:
         """The launches within it begin behind those before it, and what is behind it does not wait for them."""
-        if self.side is None:
+        if self._side is None:
             yield
             return
-        self.side.wait_stream(torch.cuda.current_stream(self.side.device))
-        with torch.cuda.stream(self.side):
+        self._side.wait_stream(torch.cuda.current_stream(self._side.device))
+        with torch.cuda.stream(self._side):
             yield
-            self._done = self.side.record_event()
+            self._done = self._side.record_event()
 
     def join(self) -> None:
         """What is launched from now on is behind what was launched aside."""
-        if self._done is not None and self.side is not None:
-            torch.cuda.current_stream(self.side.device).wait_event(self._done)
+        if self._done is not None and self._side is not None:
+            torch.cuda.current_stream(self._side.device).wait_event(self._done)
         self._done = None
 
 
 @contextmanager
 def branch(name: str, x: Tensor) -> Iterator[Branch]:
     """The branch ``name`` of ``BRANCHES`` for a batch of the rows of ``x`` [N, ...], joined at the end."""
-    opened = _open(name, x)
+    opened = Branch(_side_of(x.device) if _is_taken_apart(name, x) else None)
     yield opened
     opened.join()
 
 
-def _open(name: str, x: Tensor) -> Branch:
+def _is_taken_apart(name: str, x: Tensor) -> bool:
     least, most = BRANCHES[name]
-    if not (x.is_cuda and torch.cuda.is_initialized() and least <= x.shape[0] <= most):
-        return Branch()
+    if not (x.is_cuda and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
+        return False
     # A machine without a GPU may have no triton, which this import brings in.
     from sparkchat.kernels.launch import starts_early
 
     # Who starts early waits for the launch before it on its own stream, and trusts that all others have ended with it.
-    if name not in wanted(os.environ.get(SWITCH)) or starts_early(is_streaming=False):
-        return Branch()
-    side = _side_of(x.device)
-    return Branch(True, side if torch.cuda.is_current_stream_capturing() else None)
+    is_wanted = least <= x.shape[0] <= most and name in wanted(os.environ.get(SWITCH))
+    return is_wanted and not starts_early(is_streaming=False)
 
 
 @cache

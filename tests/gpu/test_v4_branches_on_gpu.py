@@ -76,7 +76,7 @@ def test_a_chain_beside_another_is_waited_for(monkeypatch: pytest.MonkeyPatch) -
         total.zero_()
         for turn in range(8):
             with branch("shared", x) as shared:
-                forked += shared.side is not None
+                forked += shared.is_beside
                 with shared.aside():
                     aside = x + turn
                     for _ in range(20):

@@ -309,18 +309,19 @@ def test_the_shared_expert_beside_the_router(rows: int, layer, monkeypatch: pyte
 
     def mix(said: str) -> None:
         with branch("shared", x) as shared:
-            assert shared.is_apart == (said == "1")
-            assert (shared.side is not None) == (said == "1" and torch.cuda.is_current_stream_capturing())
-            if shared.is_apart:
+            assert shared.is_beside == (said == "1" and torch.cuda.is_current_stream_capturing())
+            if shared.is_beside:
                 with shared.aside():
                     run_shared(x, layer, space[said], limit=LIMIT)
             route(logits, routing, 1.5, bias=bias, arrived=arrived)
-            run_experts(x, layer, routing, space[said], limit=LIMIT, state=state, has_shared=not shared.is_apart)
+            run_experts(x, layer, routing, space[said], limit=LIMIT, state=state, has_shared=not shared.is_beside)
 
     for said in "01":
         monkeypatch.setenv(SWITCH, said)
         with torch.cuda.stream(side):
             mix(said)
+            run_shared(x, layer, space[said], limit=LIMIT)
+            run_experts(x, layer, routing, space[said], limit=LIMIT, state=state, has_shared=False)
         torch.cuda.synchronize()
         graphs[said] = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graphs[said], stream=side, capture_error_mode="thread_local"):

@@ -108,7 +108,7 @@ class LatentAttention:
                 out=written.out,
             )
             return
-        if not state.is_apart:
+        if not state.is_beside:
             self._compress_rows(pooled, written, layer, rows)
             return
         with state.aside():
@@ -127,7 +127,7 @@ class LatentAttention:
         if pooled is None or self._indexer is None or rows.room.scores is None:
             return products.queries(low_rank), None
         with branch("queries", low_rank) as asked:
-            if asked.is_apart:
+            if asked.is_beside:
                 index_queries = products.index_queries(low_rank)
                 with asked.aside():
                     queries = products.queries(low_rank)

@@ -111,11 +111,11 @@ class ExpertMixture:
         buffers = ExpertBuffers.empty(x.shape[0], self.gate.count, tiles, x.dtype)
         kind: dict[str, Any] = {"limit": self._limit, "is_rounded": self._is_rounded}
         with branch("shared", x) as shared:
-            if shared.is_apart:
+            if shared.is_beside:
                 with shared.aside():
                     run_shared(x, tiles, buffers, **kind)
             routing = self.gate.route(x, token_ids)
-            run_experts(x, tiles, routing, buffers, **kind, state=self._state, has_shared=not shared.is_apart)
+            run_experts(x, tiles, routing, buffers, **kind, state=self._state, has_shared=not shared.is_beside)
         return buffers.parts
 
     def mix(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:

@@ -95,7 +95,7 @@ class LaunchOrder:
         ]
 
 
-def fork(patch: pytest.MonkeyPatch, order: LaunchOrder, names: str, *, are_joined: bool = True) -> None:
+def fork(patch: pytest.MonkeyPatch, order: LaunchOrder, names: str) -> None:
     """Take branches apart on any device, and follow their forks and joins."""
 
     class Followed(branches.Branch):
@@ -103,7 +103,7 @@ def fork(patch: pytest.MonkeyPatch, order: LaunchOrder, names: str, *, are_joine
 
         @contextmanager
         def aside(self) -> Iterator[None]:
-            if not self.is_apart:
+            if not self.is_beside:
                 yield
                 return
             before = order.lane
@@ -113,11 +113,13 @@ def fork(patch: pytest.MonkeyPatch, order: LaunchOrder, names: str, *, are_joine
             self.seen, order.lane = dict(order.clocks["side"]), before
 
         def join(self) -> None:
-            if self.seen is not None and are_joined:
+            if self.seen is not None:
                 order.join(self.seen, order.lane)
                 self.seen = None
 
-    patch.setattr(branches, "_open", lambda name, x: Followed(name in branches.wanted(names)))
+    patch.setattr(branches, "Branch", Followed)
+    patch.setattr(branches, "_side_of", lambda device: object())
+    patch.setattr(branches, "_is_taken_apart", lambda name, x: name in branches.wanted(names))
 
 
 def tensors_of(value: Any) -> Iterator[Tensor]:

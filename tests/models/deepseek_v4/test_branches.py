@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -91,51 +90,17 @@ def test_no_launch_is_before_what_it_takes(folder: Path, monkeypatch: pytest.Mon
 def test_what_is_not_joined_is_seen(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     order = LaunchOrder()
     with monkeypatch.context() as patch:
-        fork(patch, order, "1", are_joined=False)
+        fork(patch, order, "1")
+        patch.setattr(branches.Branch, "join", lambda self: None)
         steps(folder, monkeypatch, order)
     found = set(order.races())
     assert {("fp8_linear", "latent_attention"), ("run_shared", "connect_streams")} <= found
     assert ("compress_rows", "choose_entries") in found or ("compress_rows", "latent_attention") in found
 
 
-def test_a_stream_is_forked_and_joined_by_events(monkeypatch: pytest.MonkeyPatch) -> None:
-    log: list[str] = []
-
-    class Stream:
-        def __init__(self, name: str) -> None:
-            self.name, self.device = name, torch.device("cuda", 0)
-
-        def wait_stream(self, other: Stream) -> None:
-            log.append(f"{self.name} waits for {other.name}")
-
-        def record_event(self) -> str:
-            log.append(f"event on {self.name}")
-            return "event"
-
-        def wait_event(self, event: str) -> None:
-            log.append(f"{self.name} waits for the {event}")
-
-    @contextmanager
-    def on(stream: Stream) -> Iterator[None]:
-        log.append(f"to {stream.name}")
-        yield
-        log.append(f"from {stream.name}")
-
-    main, side = Stream("main"), Stream("side")
-    monkeypatch.setattr("torch.cuda.current_stream", lambda device: main)
-    monkeypatch.setattr("torch.cuda.stream", on)
-    opened = branches.Branch(True, side)  # type: ignore[arg-type]
-    with opened.aside():
-        log.append("launch")
-    opened.join()
-    opened.join()
-    forked = ["side waits for main", "to side", "launch", "event on side", "from side"]
-    assert log == [*forked, "main waits for the event"]
-
-
 def test_nothing_is_forked_where_nothing_is_captured() -> None:
     with branches.branch("shared", torch.zeros(6, 4)) as shared:
-        assert not shared.is_apart
+        assert not shared.is_beside
         with shared.aside():
             pass
         shared.join()
