@@ -18,7 +18,7 @@ from sparkchat.kernels.branches import Branch
 from sparkchat.kernels.compressor.kernel import launch_norm_low_ranks
 from sparkchat.kernels.experts import COUNTERS, ExpertBuffers
 from sparkchat.kernels.experts.kernel import launch_down, launch_gate_up
-from sparkchat.kernels.experts.plan import WHOLE_APART, WholePlan, whole_plan
+from sparkchat.kernels.experts.plan import whole_plan
 from sparkchat.kernels.experts.shared import launch_shared
 from sparkchat.kernels.experts.whole import launch_mix_experts
 from sparkchat.kernels.fp8 import TiledFp8
@@ -58,8 +58,7 @@ class Mixture:
         self.arrived = torch.zeros(1, dtype=torch.int32, device=make.device)
         self.state = torch.zeros(COUNTERS, dtype=torch.int32, device=make.device)
 
-    def run(self, i: int, is_apart: bool, is_beside: bool, plan: WholePlan | None) -> None:
-        """``plan`` of one launch; None for two."""
+    def run(self, i: int, is_apart: bool, is_beside: bool) -> None:
         shared, space = self.sides.branch(is_beside), self.space
         with shared.aside():
             if is_apart:
@@ -67,7 +66,7 @@ class Mixture:
         launch_small_gemm(self.x, self.layer.gate, self.scores, None, None, "partials")
         # Not of these scores, so that every turn has experts of its own.
         launch_route(self.logits[i], self.routing, 1.5, self.layer.bias, None, None, self.arrived)
-        weights = self.layer.weights
+        plan, weights = whole_plan(self.rows), self.layer.weights
         if plan is not None:
             launch_mix_experts(
                 self.x, weights, self.routing, space.inner, space.parts, self.state, LIMIT, False, plan,
@@ -125,12 +124,7 @@ def branch_cases(make: Maker) -> Iterator[Case]:
     layer = Layer.make(make)
     for rows in (6, 1):
         mixture = Mixture(make, layer, rows)
-        used = {name: (*way, whole_plan(rows, not way[0])) for name, way in WAYS.items()}
-        tried = {f"side by side, {name} programs": (True, True, plan) for name, plan in WHOLE_APART.items()}
-        variants = {
-            name: partial(mixture.run, is_apart=a, is_beside=b, plan=plan)
-            for name, (a, b, plan) in {**used, **tried, "side by side, two launches": (True, True, None)}.items()
-        }
+        variants = {name: partial(mixture.run, is_apart=a, is_beside=b) for name, (a, b) in WAYS.items()}
         yield Case(f"v4 mixture, {rows} rows", mixture.bytes(make), len(mixture.logits), variants)
     del layer, mixture
     for ratio in (SPARSE, DENSE):

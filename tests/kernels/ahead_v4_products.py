@@ -16,7 +16,7 @@ import triton
 from kernels.ahead import CPU, HALF, Driver, compile_only
 from sparkchat.kernels.experts import COUNTERS, ExpertBuffers, TiledBank, TiledExperts
 from sparkchat.kernels.experts.kernel import launch_add_parts, launch_down, launch_gate_up
-from sparkchat.kernels.experts.plan import WHOLE_APART, WHOLE_TRIED
+from sparkchat.kernels.experts.plan import WHOLE_TRIED
 from sparkchat.kernels.experts.shared import launch_shared
 from sparkchat.kernels.experts.whole import launch_mix_experts
 from sparkchat.kernels.fp8 import TiledFp8
@@ -100,10 +100,10 @@ def experts() -> None:
                 torch.zeros(rows, D, dtype=HALF), weights, routing, buffers.inner, buffers.parts, state, 10.0,
                 is_rounded, plan,
             )  # fmt: skip
-        for plan in WHOLE_APART.values() if rows == 6 and not is_rounded else ():
+        if rows == 6 and not is_rounded:
             launch_mix_experts(
                 torch.zeros(rows, D, dtype=HALF), weights, routing, buffers.inner, buffers.parts, state, 10.0,
-                is_rounded, plan, has_shared=False,
+                is_rounded, WHOLE_TRIED["8"], has_shared=False,
             )  # fmt: skip
     launch_add_parts(torch.zeros(PER_ROW + 1, 6, D), torch.zeros(6, D))
 

@@ -63,7 +63,7 @@ def run_experts(
     if not x.is_cuda:
         run_experts_reference(x, weights, routing, buffers.inner, buffers.parts, limit, is_rounded, has_shared)
         return
-    whole = None if state is None else whole_plan(rows, has_shared)
+    whole = None if state is None else whole_plan(rows)
     if whole is not None:
         from sparkchat.kernels.experts.whole import launch_mix_experts
 

@@ -44,13 +44,11 @@ class WholePlan:
     down: ExpertPlan
     programs: int
     """Of a multiprocessor: as many as fit, as programs go on until nothing is left."""
-    spares: int = 0
-    """So many more are to fit: the shared expert's own, which may come when these are all there."""
 
     @property
     def registers(self) -> int:
         """Of a thread, so that all programs of a multiprocessor fit."""
-        return min(248, _REGISTERS // (32 * self.gate_up.warps * (self.programs + self.spares)) // 8 * 8)
+        return min(248, _REGISTERS // (32 * self.gate_up.warps * self.programs) // 8 * 8)
 
     def of(self, both: int, size: int, width: int) -> WholePlan:
         """The plan for weights [both, size] and [size, width] with less of pairs and steps than a large model's."""
@@ -76,17 +74,15 @@ the shared expert's take for each turn of their loop is then the time of the lau
 benchmarks/results/2026-11-30-v4-experts.md"""
 
 
-def whole_plan(rows: int, has_shared: bool = True) -> WholePlan | None:
-    """The plan of one launch for so many rows of the batch, the shared expert in it or not; None where two are made."""
-    if has_shared:
-        return WHOLE if IN_WHOLE[0] <= rows <= IN_WHOLE[1] else None
-    return next((WHOLE_APART[name] for most, name in IN_WHOLE_APART if rows <= most), None)
+def whole_plan(rows: int) -> WholePlan | None:
+    """The plan of one launch for so many rows of the batch; None where two are made."""
+    return WHOLE if IN_WHOLE[0] <= rows <= IN_WHOLE[1] else None
 
 
-def _whole(stages: int, shared_stages: int, programs: int, spares: int = 0) -> WholePlan:
+def _whole(stages: int, shared_stages: int, programs: int) -> WholePlan:
     first, second = GATE_UP[1][1], replace(DOWN[1][1], pairs=2, warps=2)
     both = (replace(plan, stages=stages, shared_stages=shared_stages) for plan in (first, second))
-    return WholePlan(*both, programs, spares)
+    return WholePlan(*both, programs)
 
 
 WHOLE_TRIED = {str(cut[2]): _whole(*cut) for cut in ((4, 3, 8), (3, 3, 9))}
@@ -98,12 +94,6 @@ WHOLE = WHOLE_TRIED["8"]
 IN_WHOLE = 5, 8
 """Rows of a batch that take one launch: of fewer what the shared expert's units take one after the other is the time of
 the launch, of more two launches have more warps at work. benchmarks/results/2026-11-30-v4-experts.md"""
-WHOLE_APART = {str(cut[1]): _whole(cut[0], 2, *cut[1:]) for cut in ((5, 6, 1), (4, 8, 1), (3, 9, 0), (3, 10, 0))}
-"""Without the shared expert, by programs of a multiprocessor."""
-IN_WHOLE_APART = (1, "6"), (8, "8")
-"""Up to how many rows which of them. One row has 768 units, a program each: so few may have more on their way. That one
-launch is better of one row as well, without what the shared expert takes one after the other, is expected and not
-measured."""
 
 
 def _of_rows(plans: tuple[tuple[int | None, ExpertPlan], ...], rows: int) -> ExpertPlan:

@@ -8,6 +8,7 @@ programs that run, so that no program waits for one that has not started. Which 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -178,7 +179,8 @@ def launch_mix_experts(
         DOWN_TILES=size // (2 * OUTS), DOWN_STEPS=weights.width // STEP, DOWN_PAIRS=second.pairs,
         DOWN_SPLIT=second.split, DOWN_STAGES=second.stages, DOWN_SHARED_STAGES=second.shared_stages,
         DOWN_LATE=second.is_late, SHARED=has_shared, num_warps=first.warps, num_stages=first.stages,
-        maxnreg=plan.registers,
+        # The shared expert's own programs, should they come late, are to find room beside these.
+        maxnreg=plan.registers if has_shared else replace(plan, programs=plan.programs + 1).registers,
     )  # fmt: skip
 
 
