@@ -159,10 +159,7 @@ class SymmetricGroup(ProcessGroup):
             self._room(0, _FIRST_SLOT, x).copy_(x)
         self._handle.barrier()
         if self.rank:
-            # By a kernel: a copy from another GPU may be the copy engine's, which in a graph takes long to begin, and
-            # rank 0 then waits at the stage's first message (some 20 us in profiles of two H200s).
-            theirs = self._room(0, _FIRST_SLOT, x)
-            torch.bitwise_or(theirs.view(torch.uint8), 0, out=x.view(torch.uint8))
+            x.copy_(self._room(0, _FIRST_SLOT, x))
 
     def _room(self, rank: int, slot: int, like: Tensor) -> Tensor:
         return self._slot(rank, slot, like.shape, like.dtype)
