@@ -18,8 +18,8 @@ What waits for what in a layer; a line waits for the line above it and for what 
     experts                    of the routing, then the streams of the next layer
 
 So beside the chain may run (kernels/branches.py): ``state`` beside low ranks and queries, up to the scores or
-attention; ``queries`` of attention beside scores and choice; the ``shared`` expert beside router and experts; and
-behind the layers the hand-over of ``features`` to a drafter beside the vocabulary (engine/captured/head_step.py). What each is
+attention; ``queries`` of attention beside scores and choice; the ``shared`` expert beside router and experts; and behind
+the layers the hand-over of ``features`` to a drafter beside the vocabulary (engine/captured/head_step.py). What each is
 expected to give: docs/decisions/0013.
 
 Shapes: N rows, S streams, d hidden size.
