@@ -47,7 +47,6 @@ from kernel_inputs import (
 )
 from kernel_steps import KINDS, Step, time_steps
 from torch import Tensor
-from v4_branches import V4_BRANCH_GROUPS
 from v4_products import V4_GROUPS
 from v4_rows import V4_ROW_GROUPS
 
@@ -357,7 +356,6 @@ GROUPS: dict[str, Callable[[Maker], Iterator[Case]]] = {
     "small": small_cases,
     "sampling": sampling_cases,
     **V4_GROUPS,
-    **V4_BRANCH_GROUPS,
     **V4_ROW_GROUPS,
 }
 

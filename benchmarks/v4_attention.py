@@ -7,7 +7,7 @@ Weights go round sets larger than the L2 cache. The meeting of ranks is left out
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from kernel_inputs import Case, Maker
@@ -106,16 +106,11 @@ class SubBlock:
     def keep(self, weights: Weights) -> None:
         """Products of the input, what is kept of rows, and products of the low ranks."""
         launch_joint(self.x, weights.product, self.parts, self.plain, self.whole, False, weights.product.plan)
-        self.compress()
-        launch_fp8_linear(self.low, weights.queries, self.queries, 1, False)
-
-    def compress(self, has_low_ranks: bool = True) -> None:
-        """What is kept of rows; their low ranks are normed in the same launch or left alone."""
-        rest = replace(self.written, low_rank=None, low_rank_norm=None, out=None)
         launch_compress_rows(
             self.pools, self.positions, self.owners, self.starts, self.span_starts, self.rope, self.pool_shape,
-            self.written if has_low_ranks else rest,
+            self.written,
         )  # fmt: skip
+        launch_fp8_linear(self.low, weights.queries, self.queries, 1, False)
 
     def choose(self) -> None:
         if self.ratio == SPARSE:

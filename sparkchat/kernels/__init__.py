@@ -98,10 +98,9 @@ side (models/weights.py). "half" is bf16 or fp16; fp32 works everywhere and is e
         Routing.empty(N, k, E, device): weights and chosen [N, k], experts ascending, and the lists by expert.
 
     from sparkchat.kernels.experts import ExpertBuffers, TiledExperts, add_parts, run_experts
-    run_experts(x, weights, routing, buffers, *, limit, is_rounded=False, state=None, has_shared=True)
+    run_experts(x, weights, routing, buffers, *, limit, is_rounded=False, state=None)
         x [N, d] half, any N; an expert is read once for each 8 (N <= 8) or 16 of its rows. Fills buffers.parts
         [k+1, N, d] fp32: partial sums of the mixture, the shared expert's last. add_parts(parts, out) adds them.
-        run_shared(x, weights, buffers, *, limit, is_rounded=False): the shared expert by itself, with the same bits.
 
     DeepSeek V4's streams and state (models/deepseek_v4/fused.py puts them together). rope [P, rope_dim] fp32 as above.
 
@@ -128,8 +127,7 @@ side (models/weights.py). "half" is bf16 or fp16; fp32 works everywhere and is e
     from sparkchat.kernels.compressor import Pool, PoolShape, compress_rows
     compress_rows(pools, positions, rows, starts, span_starts, rope, shape, *, written=None)
         one or two compressors of a layer: keeps every row in its ring, writes the entries that close; with ``written``
-        (LatentRows) does what write_latents does in the same launch. norm_low_ranks(low_rank, norm, out, shape): that
-        of low ranks by itself, with the same bits.
+        (LatentRows) does what write_latents does in the same launch.
 
     from sparkchat.kernels.indexer import IndexShape, choose_entries, index_scores_of
     choose_entries(q, weights, keys, positions, rows, starts, rope, scores, chosen, shape, *, context, most_per_request,
@@ -145,9 +143,6 @@ side (models/weights.py). "half" is bf16 or fp16; fp32 works everywhere and is e
     write_context(kv, positions, rows, rope, cache, *, k_norm=None, eps=0.0)
         keys and values of all layers of a drafter from target features: kv [N, L*2K*D] or partial sums, cache
         [L, cache rows, 2K, slots, D], k_norm [L, K, D] fp32.
-
-Side by side: within ``with sparkchat.kernels.branches.branch(name, x)`` launches made ``aside`` are a branch of the
-graph that is captured.
 
 Filters: buffers made with ``has_filters=True`` let all multiprocessors find the thresholds of top-k, top-p and min-p
 together, by two more launches for every law (sampling/select.py). Without, a law with filters is as right and slow.

@@ -294,48 +294,6 @@ def test_experts_in_one_launch(name: str, layer) -> None:  # type: ignore[no-unt
         assert is_rounded or torch.equal(got[1], together[:, :rows])
 
 
-@pytest.mark.parametrize("rows", [1, 6, 24])
-def test_the_shared_expert_beside_the_router(rows: int, layer, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
-    """The bits of all experts in the same launches, however many programs of theirs are on the card already."""
-    from sparkchat.kernels.branches import SWITCH, branch
-    from sparkchat.kernels.experts import COUNTERS, ExpertBuffers, run_experts, run_shared
-    from sparkchat.kernels.gate import Routing, route
-
-    state, arrived = (torch.zeros(n, dtype=torch.int32, device=CUDA) for n in (COUNTERS, 1))
-    x, logits, bias = normal(rows, D), torch.randn(rows, EXPERTS, device=CUDA) * 2, torch.zeros(EXPERTS, device=CUDA)
-    routing, graphs = Routing.empty(rows, PER_ROW, EXPERTS, CUDA), {}
-    space = {said: ExpertBuffers.empty(rows, PER_ROW, layer, HALF) for said in "01"}
-    side = torch.cuda.Stream()
-
-    def mix(said: str) -> None:
-        with branch("shared", x) as shared:
-            assert shared.is_beside == (said == "1" and torch.cuda.is_current_stream_capturing())
-            if shared.is_beside:
-                with shared.aside():
-                    run_shared(x, layer, space[said], limit=LIMIT)
-            route(logits, routing, 1.5, bias=bias, arrived=arrived)
-            run_experts(x, layer, routing, space[said], limit=LIMIT, state=state, has_shared=not shared.is_beside)
-
-    for said in "01":
-        monkeypatch.setenv(SWITCH, said)
-        with torch.cuda.stream(side):
-            mix(said)
-            run_shared(x, layer, space[said], limit=LIMIT)
-            run_experts(x, layer, routing, space[said], limit=LIMIT, state=state, has_shared=False)
-        torch.cuda.synchronize()
-        graphs[said] = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graphs[said], stream=side, capture_error_mode="thread_local"):
-            for _ in range(4):
-                mix(said)
-    for _ in range(20):
-        x.copy_(normal(rows, D))
-        logits.normal_(0, 2)
-        for said in "01":
-            space[said].parts.fill_(float("nan"))
-            graphs[said].replay()
-        assert torch.equal(space["1"].parts, space["0"].parts) and not state.any()
-
-
 def test_experts_in_one_launch_in_a_graph_whose_routing_changes(layer) -> None:  # type: ignore[no-untyped-def]
     from sparkchat.kernels.experts import COUNTERS, ExpertBuffers
     from sparkchat.kernels.experts.plan import WHOLE_TRIED

@@ -17,7 +17,6 @@ from kernels.ahead import CPU, HALF, Driver, compile_only
 from sparkchat.kernels.experts import COUNTERS, ExpertBuffers, TiledBank, TiledExperts
 from sparkchat.kernels.experts.kernel import launch_add_parts, launch_down, launch_gate_up
 from sparkchat.kernels.experts.plan import WHOLE_TRIED
-from sparkchat.kernels.experts.shared import launch_shared
 from sparkchat.kernels.experts.whole import launch_mix_experts
 from sparkchat.kernels.fp8 import TiledFp8
 from sparkchat.kernels.fp8.joint import JointProduct
@@ -93,17 +92,11 @@ def experts() -> None:
         buffers = ExpertBuffers.empty(rows, PER_ROW, weights, HALF)
         launch_gate_up(torch.zeros(rows, D, dtype=HALF), weights, routing, buffers.inner, 10.0, is_rounded)
         launch_down(buffers.inner, weights, routing, buffers.parts, is_rounded)
-        launch_shared(torch.zeros(rows, D, dtype=HALF), weights, buffers.inner, buffers.parts, 10.0, is_rounded)
         state = torch.zeros(COUNTERS, dtype=torch.int32)
         for plan in WHOLE_TRIED.values() if rows == 6 and not is_rounded else ():
             launch_mix_experts(
                 torch.zeros(rows, D, dtype=HALF), weights, routing, buffers.inner, buffers.parts, state, 10.0,
                 is_rounded, plan,
-            )  # fmt: skip
-        if rows == 6 and not is_rounded:
-            launch_mix_experts(
-                torch.zeros(rows, D, dtype=HALF), weights, routing, buffers.inner, buffers.parts, state, 10.0,
-                is_rounded, WHOLE_TRIED["8"], has_shared=False,
             )  # fmt: skip
     launch_add_parts(torch.zeros(PER_ROW + 1, 6, D), torch.zeros(6, D))
 

@@ -16,7 +16,7 @@ import triton
 
 from kernels.ahead import CPU, HALF, Driver, compile_only
 from sparkchat.kernels.compressor import Pool, PoolShape
-from sparkchat.kernels.compressor.kernel import launch_compress_rows, launch_norm_low_ranks
+from sparkchat.kernels.compressor.kernel import launch_compress_rows
 from sparkchat.kernels.hyper import PartList, StreamWeights, hyper_workspace
 from sparkchat.kernels.hyper.kernel import launch_connect_streams
 from sparkchat.kernels.indexer import IndexShape, index_scores_of
@@ -118,9 +118,6 @@ def compressor() -> None:
             latents, torch.ones(LATENT), pools[0].entries, kept, low, torch.ones(1024), torch.zeros(6, 1024, dtype=HALF)
         )  # fmt: skip
         launch_compress_rows(pools, positions, rows, starts, positions, rope, shape, written)
-        rest = replace(written, low_rank=None, low_rank_norm=None, out=None)
-        launch_compress_rows(pools, positions, rows, starts, positions, rope, shape, rest)
-        launch_norm_low_ranks(low, torch.ones(1024), torch.zeros(6, 1024, dtype=HALF), shape)
         pools, shape = [pool(LATENT, 1, 128, rounds=rounds)], PoolShape(128, False, ROPE, 1e-6)
         launch_compress_rows(pools, positions, rows, starts, positions, rope, shape)
 

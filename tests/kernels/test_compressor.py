@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kernels.latent_rows import FIRST_SLOT, NAN, rope_of, rows_of
 from sparkchat.kernels.compressor import Pool, PoolShape
-from sparkchat.kernels.compressor.kernel import launch_compress_rows, launch_norm_low_ranks
+from sparkchat.kernels.compressor.kernel import launch_compress_rows
 from sparkchat.kernels.compressor.reference import compress_rows_reference, rounded_e2m1
 from sparkchat.kernels.latent_attention import LatentRows, LatentShape
 from sparkchat.kernels.latent_attention.kernel import launch_write_latents
@@ -180,14 +180,6 @@ def test_latents_beside_pools(has_second: bool, device: torch.device) -> None:
     for pool, alone in zip(pools, apart, strict=True):
         assert torch.equal(pool.entries.nan_to_num(), alone.entries.nan_to_num())
         assert torch.equal(pool.raw.nan_to_num(), alone.raw.nan_to_num())
-    # Low ranks by themselves, and all else of the launch without them.
-    for each in (two.cache, two.out):
-        each.zero_()
-    launch_norm_low_ranks(product[..., :low], norms[:low], two.out, SPARSE)
-    assert torch.equal(one.out, two.out)
-    rest = replace(two, low_rank=None, low_rank_norm=None, out=None)
-    run([with_rows(p, t, spans) for p, t in zip(apart, tokens, strict=True)], spans, SPARSE, rope, rest)
-    assert torch.equal(one.cache, two.cache)
 
 
 def test_a_row_does_not_depend_on_the_rows_beside_it(device: torch.device) -> None:

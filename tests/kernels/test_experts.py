@@ -14,9 +14,8 @@ from torch import Tensor
 from kernels.agreement import assert_same_sums
 from sparkchat.kernels.experts import ExpertBuffers, TiledBank, TiledExperts, add_parts, plan, run_experts
 from sparkchat.kernels.experts.kernel import launch_add_parts, launch_down, launch_gate_up
-from sparkchat.kernels.experts.plan import ExpertPlan, WholePlan, down_plan, gate_up_plan
+from sparkchat.kernels.experts.plan import ExpertPlan, WholePlan
 from sparkchat.kernels.experts.reference import dense_fp4, run_experts_reference
-from sparkchat.kernels.experts.shared import launch_shared
 from sparkchat.kernels.experts.weights import takes
 from sparkchat.kernels.experts.whole import launch_mix_experts
 from sparkchat.kernels.fp8 import TiledFp8
@@ -211,33 +210,6 @@ def test_one_launch_against_the_reference(device: torch.device) -> None:
         assert not state.any()
         for ours, theirs in ((got.inner, want.inner), (got.parts, want.parts)):
             torch.testing.assert_close(ours, theirs, atol=2e-2, rtol=2e-2 if is_rounded else 5e-3)
-
-
-@pytest.mark.parametrize("is_rounded", [False, True])
-def test_the_expert_of_all_rows_by_itself_has_the_same_bits(is_rounded: bool, device: torch.device) -> None:
-    weights, x = experts_of(2, 384, 128, device), rows_of(9, 384, device)
-    routing = routing_of([[n % 2] for n in range(9)], 2, device)
-    together, apart = (ExpertBuffers.empty(9, 1, weights, x.dtype) for _ in range(2))
-    for each in (together, apart):
-        each.inner.fill_(NAN)
-        each.parts.fill_(NAN)
-    plans = gate_up_plan(256, 384, 9), replace(down_plan(384, 128, 9), pairs=1)
-    with first_programs(1, device):
-        launch_gate_up(x, weights, routing, together.inner, LIMIT, is_rounded, plans[0])
-        launch_gate_up(x, weights, routing, apart.inner, LIMIT, is_rounded, plans[0], has_shared=False)
-    assert apart.inner[9:].isnan().all() and torch.equal(apart.inner[:9, :16], together.inner[:9, :16])
-    # What down reads must be whole.
-    whole = torch.randn(together.inner.shape, device=device).to(x.dtype)
-    with first_programs(1, device):
-        launch_down(whole, weights, routing, together.parts, is_rounded, plans[1])
-        launch_down(whole, weights, routing, apart.parts, is_rounded, plans[1], has_shared=False)
-    assert apart.parts[1].isnan().all() and torch.equal(apart.parts[0, :, :32], together.parts[0, :, :32])
-    apart.inner.copy_(whole)
-    with first_programs(1, device):
-        launch_shared(x, weights, apart.inner, apart.parts, LIMIT, is_rounded)
-        launch_down(apart.inner, weights, routing, together.parts, is_rounded, plans[1])
-    assert torch.equal(apart.inner[9:, :16], together.inner[9:, :16])
-    assert torch.equal(apart.parts[1, :, :32], together.parts[1, :, :32])
 
 
 def test_parts_are_added_in_order(device: torch.device) -> None:

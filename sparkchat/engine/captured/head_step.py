@@ -16,7 +16,6 @@ from sparkchat.engine.captured.fused_step import FusedStep, batch_of
 from sparkchat.engine.captured.laws import Draws
 from sparkchat.engine.captured.step import CapturedStep
 from sparkchat.engine.simulated import spread_chances
-from sparkchat.kernels.branches import branch
 from sparkchat.kernels.markov import markov_block
 from sparkchat.kernels.seats import PackedRows, enter_block, enter_rows, settle
 from sparkchat.models.rows import RowBatch
@@ -109,15 +108,12 @@ class HeadStep(FusedStep):
         )
         rows = _named(packed, packed.cache_rows, self.spare_row)
         hidden, features = pair.target.decode_rows(rows, pair.cache, pair.tap_layers)
-        with branch("features", hidden) as handing:
-            if features is not None and pair.drafter is not None:
-                handed = _named(packed, packed.draft_rows, self.spare_draft_row)
-                # What a drafter keeps is of all rows, whichever are accepted; ranks have no word about it.
-                with handing.aside():
-                    pair.drafter.store_rows(features, handed, pair.draft_cache)
-            buffers = self._accepted(pair.target.logits(hidden), packed.starts, packed.verify_lens, packed.caps, draws)
-            laws = self._laws_of(count) if self.width else None
-            settle(self.inputs, self.seats, packed, buffers, self.block, laws, self.records.device_rows)
+        buffers = self._accepted(pair.target.logits(hidden), packed.starts, packed.verify_lens, packed.caps, draws)
+        laws = self._laws_of(count) if self.width else None
+        settle(self.inputs, self.seats, packed, buffers, self.block, laws, self.records.device_rows)
+        if features is not None and pair.drafter is not None:
+            handed = _named(packed, packed.draft_rows, self.spare_draft_row)
+            pair.drafter.store_rows(features, handed, pair.draft_cache)
 
 
 def _named(packed: PackedRows, cache_rows: Tensor, spare_row: int) -> RowBatch:

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from sparkchat.kernels.compressor.reference import compress_rows_reference
 from sparkchat.kernels.latent_attention import LatentRows, write_latents
-from sparkchat.kernels.latent_attention.reference import normed
-from sparkchat.kernels.norm.reference import sum_of_parts
 
 
 @dataclass(frozen=True)
@@ -88,16 +86,3 @@ def compress_rows(
     from sparkchat.kernels.compressor.kernel import launch_compress_rows
 
     launch_compress_rows(pools, positions, rows, starts, span_starts, rope, shape, written)
-
-
-def norm_low_ranks(low_rank: Tensor, norm: Tensor, out: Tensor, shape: PoolShape) -> None:
-    """What ``compress_rows`` does of the low ranks of ``written``, by itself, with the same bits.
-
-    low_rank [N, r], or partial sums [P, N, r] float32; norm [r] float32; out [N, r].
-    """
-    if not low_rank.is_cuda:
-        out.copy_(normed(sum_of_parts(low_rank), norm, shape.eps))
-        return
-    from sparkchat.kernels.compressor.kernel import launch_norm_low_ranks
-
-    launch_norm_low_ranks(low_rank, norm, out, shape)

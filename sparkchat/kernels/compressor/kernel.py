@@ -192,31 +192,6 @@ def _compress_rows(
             )  # fmt: skip
 
 
-@triton.jit
-def _norm_low_ranks(
-    low_ptr, norm_ptr, out_ptr, part_stride, row_stride, eps,
-    LOW: tl.constexpr, LOW_BLOCK: tl.constexpr, LOW_PARTS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    wait(PDL)
-    row = tl.program_id(0).to(tl.int64)
-    norm_low_rank(low_ptr, norm_ptr, out_ptr, row, part_stride, row_stride, eps, LOW, LOW_BLOCK, LOW_PARTS)
-
-
-def launch_norm_low_ranks(low_rank: Tensor, norm: Tensor, out: Tensor, shape: PoolShape) -> None:
-    """See ``norm_low_ranks``. As many warps as the launch it is taken out of: they decide how a sum is cut."""
-    check_flat(norm, out)
-    width = low_rank.shape[-1]
-    launch(
-        _norm_low_ranks, (low_rank.shape[-2],), low_rank, norm, out, low_rank.stride(0), low_rank.stride(-2), shape.eps,
-        LOW=width, LOW_BLOCK=power_of_two(width), LOW_PARTS=1 if low_rank.dim() == 2 else low_rank.shape[0],
-        num_warps=_tile_of(shape).warps,
-    )  # fmt: skip
-
-
-def _tile_of(shape: PoolShape) -> Tile:
-    return SPARSE_TILE if shape.overlaps else HEAVY_TILE
-
-
 def launch_compress_rows(
     pools: Sequence[Pool],
     positions: Tensor,
@@ -231,7 +206,7 @@ def launch_compress_rows(
     """See ``compress_rows``. ``tile`` stands in for the tuned one, for measuring."""
     from sparkchat.kernels.compressor.reference import INDEX_BLOCK
 
-    tile = tile or _tile_of(shape)
+    tile = tile or (SPARSE_TILE if shape.overlaps else HEAVY_TILE)
     check_flat(positions, rows, starts, span_starts, rope)
     for pool in pools:
         _check(pool, shape, tile)

@@ -1,7 +1,7 @@
 """The experts of a layer for a few rows: codes of 4 bits stay so in memory, an expert is read once for all its rows.
 
-The expert that every row goes to is part of the same launches, or has two of its own. Deterministic: every choice
-writes to a place of its own, and the places are added in order.
+The expert that every row goes to is part of the same launches. Deterministic: every choice writes to a place of its
+own, and the places are added in order.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from sparkchat.kernels.experts.plan import whole_plan
-from sparkchat.kernels.experts.reference import add_parts_reference, run_experts_reference, run_shared_reference
+from sparkchat.kernels.experts.reference import add_parts_reference, run_experts_reference
 from sparkchat.kernels.experts.weights import TiledBank, TiledExperts
 from sparkchat.kernels.gate.routing import Routing
 
-__all__ = ["COUNTERS", "ExpertBuffers", "TiledBank", "TiledExperts", "add_parts", "run_experts", "run_shared"]
+__all__ = ["COUNTERS", "ExpertBuffers", "TiledBank", "TiledExperts", "add_parts", "run_experts"]
 
 COUNTERS = 1024
 """Numbers that programs of one launch meet at: enough for all items of as many rows as take one."""
@@ -47,7 +47,6 @@ def run_experts(
     limit: float,
     is_rounded: bool = False,
     state: Tensor | None = None,
-    has_shared: bool = True,
 ) -> None:
     """Fill ``buffers.parts`` from x [N, d] half.
 
@@ -55,49 +54,29 @@ def run_experts(
     rounded to x's dtype; the shared one has weight 1. ``is_rounded``: inputs of products are first rounded as fp8
     products round theirs, e4m3 with a power of two for each row's 128 inputs. ``state``
     [COUNTERS] int32, 0 before and behind each call, belongs to a stream of launches; with it few rows take one launch.
-    ``has_shared``: else the shared expert is left to ``run_shared``, with the same bits. Raises ValueError for wrong
-    shapes.
+    Raises ValueError for wrong shapes.
     """
+    size, width = weights.size, weights.width
     rows, per_row = routing.weights.shape
-    _check(x, weights, buffers, rows, per_row)
+    wanted = {"x": (x, (rows, size)), "inner": (buffers.inner, (rows * (per_row + 1), width)),
+              "parts": (buffers.parts, (per_row + 1, rows, size))}  # fmt: skip
+    for name, (tensor, shape) in wanted.items():
+        if tuple(tensor.shape) != shape or tensor.stride(-1) != 1 or (name != "x" and not tensor.is_contiguous()):
+            raise ValueError(f"{name} is {tuple(tensor.shape)} with strides {tensor.stride()}; it must be {shape}")
     if not x.is_cuda:
-        run_experts_reference(x, weights, routing, buffers.inner, buffers.parts, limit, is_rounded, has_shared)
+        run_experts_reference(x, weights, routing, buffers.inner, buffers.parts, limit, is_rounded)
         return
     whole = None if state is None else whole_plan(rows)
     if whole is not None:
         from sparkchat.kernels.experts.whole import launch_mix_experts
 
         assert state is not None
-        launch_mix_experts(
-            x, weights, routing, buffers.inner, buffers.parts, state, limit, is_rounded, whole, has_shared
-        )  # fmt: skip
+        launch_mix_experts(x, weights, routing, buffers.inner, buffers.parts, state, limit, is_rounded, whole)
         return
     from sparkchat.kernels.experts.kernel import launch_down, launch_gate_up
 
-    launch_gate_up(x, weights, routing, buffers.inner, limit, is_rounded, has_shared=has_shared)
-    launch_down(buffers.inner, weights, routing, buffers.parts, is_rounded, has_shared=has_shared)
-
-
-def run_shared(
-    x: Tensor, weights: TiledExperts, buffers: ExpertBuffers, *, limit: float, is_rounded: bool = False
-) -> None:
-    """What ``run_experts`` does of the expert that every row goes to: it needs no routing."""
-    _check(x, weights, buffers, x.shape[0], buffers.parts.shape[0] - 1)
-    if not x.is_cuda:
-        run_shared_reference(x, weights, buffers.inner, buffers.parts, limit, is_rounded)
-        return
-    from sparkchat.kernels.experts.shared import launch_shared
-
-    launch_shared(x, weights, buffers.inner, buffers.parts, limit, is_rounded)
-
-
-def _check(x: Tensor, weights: TiledExperts, buffers: ExpertBuffers, rows: int, per_row: int) -> None:
-    size, width = weights.size, weights.width
-    wanted = {"x": (x, (rows, size)), "inner": (buffers.inner, (rows * (per_row + 1), width)),
-              "parts": (buffers.parts, (per_row + 1, rows, size))}  # fmt: skip
-    for name, (tensor, shape) in wanted.items():
-        if tuple(tensor.shape) != shape or tensor.stride(-1) != 1 or (name != "x" and not tensor.is_contiguous()):
-            raise ValueError(f"{name} is {tuple(tensor.shape)} with strides {tensor.stride()}; it must be {shape}")
+    launch_gate_up(x, weights, routing, buffers.inner, limit, is_rounded)
+    launch_down(buffers.inner, weights, routing, buffers.parts, is_rounded)
 
 
 def add_parts(parts: Tensor, out: Tensor) -> None:

@@ -115,13 +115,11 @@ def launch_gate_up(
     limit: float,
     is_rounded: bool,
     plan: ExpertPlan | None = None,
-    has_shared: bool = True,
 ) -> None:
-    """inner [N * k + N, width] = what the down projections multiply: every choice's, then the shared expert's rows,
-    which are left alone without ``has_shared``."""
+    """inner [N * k + N, width] = what the down projections multiply: every choice's, then the shared expert's rows."""
     (rows, per_row), experts, (both, size) = routing.weights.shape, weights.count, weights.shared_gate_up.shape
     plan, tile, tiles = plan or gate_up_plan(both, size, rows), row_tile(rows), both // (2 * OUTS)
-    bank, shared, shared_items = weights.gate_up, weights.shared_gate_up, -(-rows // tile) if has_shared else 0
+    bank, shared, shared_items = weights.gate_up, weights.shared_gate_up, -(-rows // tile)
     most = most_items(rows, per_row, experts)
     launch(
         _gate_up, (tiles // plan.pairs, shared_items + most),
@@ -142,12 +140,11 @@ def launch_down(
     parts: Tensor,
     is_rounded: bool,
     plan: ExpertPlan | None = None,
-    has_shared: bool = True,
 ) -> None:
-    """parts [k + 1, N, d] = every choice's output, experts ascending, then the shared one's where ``has_shared``."""
+    """parts [k + 1, N, d] = every choice's output, experts ascending, then the shared one's."""
     (rows, per_row), experts, (size, width) = routing.weights.shape, weights.count, weights.shared_down.shape
     plan, tile, tiles = plan or down_plan(size, width, rows), row_tile(rows), size // (2 * OUTS)
-    bank, shared, shared_items = weights.down, weights.shared_down, -(-rows // tile) if has_shared else 0
+    bank, shared, shared_items = weights.down, weights.shared_down, -(-rows // tile)
     most = most_items(rows, per_row, experts)
     launch(
         _down, (tiles // plan.pairs, shared_items + most),

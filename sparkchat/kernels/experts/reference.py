@@ -15,45 +15,25 @@ _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def run_experts_reference(
-    x: Tensor,
-    weights: TiledExperts,
-    routing: Routing,
-    inner: Tensor,
-    parts: Tensor,
-    limit: float,
-    is_rounded: bool,
-    has_shared: bool = True,
+    x: Tensor, weights: TiledExperts, routing: Routing, inner: Tensor, parts: Tensor, limit: float, is_rounded: bool
 ) -> None:
     """See ``run_experts``."""
-    per_row = routing.weights.shape[1]
+    rows, per_row = routing.weights.shape
+
+    def product(a: Tensor, weight: Tensor) -> Tensor:
+        return (rounded_e4m3(a) if is_rounded else a).float() @ weight.T
+
+    def activated(a: Tensor, gate: Tensor, up: Tensor) -> Tensor:
+        g, u = product(a, gate).clamp(max=limit), product(a, up).clamp(-limit, limit)
+        return g / (1.0 + torch.exp(-g)) * u
+
     for expert in routing.chosen.unique().tolist():
         choices = (routing.chosen.flatten() == expert).nonzero().flatten()
-        value = _activated(x[choices // per_row], dense_fp4(weights.gate_up, expert), limit, is_rounded)
+        value = activated(x[choices // per_row], *taken_apart(dense_fp4(weights.gate_up, expert)))
         inner[choices] = (value * routing.weights.flatten()[choices, None]).to(inner.dtype)
-        product = _product(inner[choices], dense_fp4(weights.down, expert), is_rounded)
-        parts[choices % per_row, choices // per_row] = product
-    if has_shared:
-        run_shared_reference(x, weights, inner, parts, limit, is_rounded)
-
-
-def run_shared_reference(
-    x: Tensor, weights: TiledExperts, inner: Tensor, parts: Tensor, limit: float, is_rounded: bool
-) -> None:
-    """See ``run_shared``."""
-    mine = inner[-x.shape[0] :]
-    mine.copy_(_activated(x, weights.shared_gate_up.dense(), limit, is_rounded))
-    parts[-1] = _product(mine, weights.shared_down.dense(), is_rounded)
-
-
-def _product(a: Tensor, weight: Tensor, is_rounded: bool) -> Tensor:
-    return (rounded_e4m3(a) if is_rounded else a).float() @ weight.T
-
-
-def _activated(a: Tensor, both: Tensor, limit: float, is_rounded: bool) -> Tensor:
-    """``both``: gate and up, their tiles in turn."""
-    gate, up = (_product(a, weight, is_rounded) for weight in taken_apart(both))
-    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-    return gate / (1.0 + torch.exp(-gate)) * up
+        parts[choices % per_row, choices // per_row] = product(inner[choices], dense_fp4(weights.down, expert))
+    inner[rows * per_row :] = activated(x, *taken_apart(weights.shared_gate_up.dense())).to(inner.dtype)
+    parts[per_row] = product(inner[rows * per_row :], weights.shared_down.dense())
 
 
 def add_parts_reference(parts: Tensor, out: Tensor) -> None:

@@ -8,7 +8,6 @@ programs that run, so that no program waits for one that has not started. Which 
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import cache
 
 import torch
@@ -82,7 +81,7 @@ def _mix_experts(
     UP_TILES: tl.constexpr, UP_STEPS: tl.constexpr, UP_PAIRS: tl.constexpr, UP_SPLIT: tl.constexpr,
     UP_STAGES: tl.constexpr, UP_SHARED_STAGES: tl.constexpr, UP_LATE: tl.constexpr,
     DOWN_TILES: tl.constexpr, DOWN_STEPS: tl.constexpr, DOWN_PAIRS: tl.constexpr, DOWN_SPLIT: tl.constexpr,
-    DOWN_STAGES: tl.constexpr, DOWN_SHARED_STAGES: tl.constexpr, DOWN_LATE: tl.constexpr, SHARED: tl.constexpr,
+    DOWN_STAGES: tl.constexpr, DOWN_SHARED_STAGES: tl.constexpr, DOWN_LATE: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     UP_UNITS: tl.constexpr = UP_TILES // UP_PAIRS
@@ -94,17 +93,16 @@ def _mix_experts(
     down = items * UP_UNITS
     # Four loops, so that what each keeps in registers it keeps while it runs: units come in this order.
     unit = tl.sum(asked, axis=0)
-    if SHARED:
-        while unit < shared_items * UP_UNITS:
-            item, tile = unit // UP_UNITS, unit % UP_UNITS * UP_PAIRS
-            value, to, is_out = shared_gate_up(
-                tile, item, x_ptr, shared_up_codes, shared_up_scales, num_rows, x_stride, limit,
-                PER_ROW, UP_STEPS, ROWS, UP_PAIRS, UP_SPLIT, UP_SHARED_STAGES, ROUND,
-            )  # fmt: skip
-            asked = _ask(state_ptr, WARPS)
-            store_inner(value, to, is_out, tile, inner_ptr, UP_TILES, UP_PAIRS)
-            _count(state_ptr, item)
-            unit = tl.sum(asked, axis=0)
+    while unit < shared_items * UP_UNITS:
+        item, tile = unit // UP_UNITS, unit % UP_UNITS * UP_PAIRS
+        value, to, is_out = shared_gate_up(
+            tile, item, x_ptr, shared_up_codes, shared_up_scales, num_rows, x_stride, limit,
+            PER_ROW, UP_STEPS, ROWS, UP_PAIRS, UP_SPLIT, UP_SHARED_STAGES, ROUND,
+        )  # fmt: skip
+        asked = _ask(state_ptr, WARPS)
+        store_inner(value, to, is_out, tile, inner_ptr, UP_TILES, UP_PAIRS)
+        _count(state_ptr, item)
+        unit = tl.sum(asked, axis=0)
     while unit < down:
         item, tile = unit // UP_UNITS, unit % UP_UNITS * UP_PAIRS
         value, to, is_out = routed_gate_up(
@@ -116,17 +114,16 @@ def _mix_experts(
         store_inner(value, to, is_out, tile, inner_ptr, UP_TILES, UP_PAIRS)
         _count(state_ptr, item)
         unit = tl.sum(asked, axis=0)
-    if SHARED:
-        while unit < down + shared_items * DOWN_UNITS:
-            item, tile = (unit - down) // DOWN_UNITS, (unit - down) % DOWN_UNITS * DOWN_PAIRS
-            _await(state_ptr, item, UP_UNITS)
-            one, two, to, is_out = shared_down(
-                tile, item, inner_ptr, shared_down_codes, shared_down_scales, num_rows,
-                PER_ROW, DOWN_STEPS, ROWS, DOWN_PAIRS, DOWN_SPLIT, DOWN_SHARED_STAGES, ROUND,
-            )  # fmt: skip
-            asked = _ask(state_ptr, WARPS)
-            store_parts(one, two, to, is_out, tile, parts_ptr, DOWN_TILES, DOWN_PAIRS)
-            unit = tl.sum(asked, axis=0)
+    while unit < down + shared_items * DOWN_UNITS:
+        item, tile = (unit - down) // DOWN_UNITS, (unit - down) % DOWN_UNITS * DOWN_PAIRS
+        _await(state_ptr, item, UP_UNITS)
+        one, two, to, is_out = shared_down(
+            tile, item, inner_ptr, shared_down_codes, shared_down_scales, num_rows,
+            PER_ROW, DOWN_STEPS, ROWS, DOWN_PAIRS, DOWN_SPLIT, DOWN_SHARED_STAGES, ROUND,
+        )  # fmt: skip
+        asked = _ask(state_ptr, WARPS)
+        store_parts(one, two, to, is_out, tile, parts_ptr, DOWN_TILES, DOWN_PAIRS)
+        unit = tl.sum(asked, axis=0)
     while unit < down + items * DOWN_UNITS:
         item, tile = (unit - down) // DOWN_UNITS, (unit - down) % DOWN_UNITS * DOWN_PAIRS
         word = word_of(item, items_ptr, shared_items, most_items)
@@ -155,12 +152,11 @@ def launch_mix_experts(
     limit: float,
     is_rounded: bool,
     plan: WholePlan,
-    has_shared: bool = True,
 ) -> None:
     """See ``run_experts``."""
     (rows, per_row), (both, size) = routing.weights.shape, weights.shared_gate_up.shape
     plan, tile, most = plan.of(both, size, weights.width), row_tile(rows), most_items(rows, per_row, weights.count)
-    shared_items, first, second = -(-rows // tile) if has_shared else 0, plan.gate_up, plan.down
+    shared_items, first, second = -(-rows // tile), plan.gate_up, plan.down
     if state.numel() < HEAD.value + shared_items + most:
         raise ValueError(f"{state.numel()} counters are too few for {shared_items + most} items")
     up, down = weights.gate_up, weights.down
@@ -178,9 +174,7 @@ def launch_mix_experts(
         UP_STAGES=first.stages, UP_SHARED_STAGES=first.shared_stages, UP_LATE=first.is_late,
         DOWN_TILES=size // (2 * OUTS), DOWN_STEPS=weights.width // STEP, DOWN_PAIRS=second.pairs,
         DOWN_SPLIT=second.split, DOWN_STAGES=second.stages, DOWN_SHARED_STAGES=second.shared_stages,
-        DOWN_LATE=second.is_late, SHARED=has_shared, num_warps=first.warps, num_stages=first.stages,
-        # The shared expert's own programs, should they come late, are to find room beside these.
-        maxnreg=plan.registers if has_shared else replace(plan, programs=plan.programs + 1).registers,
+        DOWN_LATE=second.is_late, num_warps=first.warps, num_stages=first.stages, maxnreg=plan.registers,
     )  # fmt: skip
 
 

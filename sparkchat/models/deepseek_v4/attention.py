@@ -5,14 +5,12 @@ Shapes: N rows, d hidden size, H heads, c head dimension, G output groups.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sparkchat.kernels.branches import Branch, branch
-from sparkchat.kernels.compressor import PoolShape, compress_rows, norm_low_ranks
+from sparkchat.kernels.compressor import PoolShape, compress_rows
 from sparkchat.kernels.indexer import choose_entries
 from sparkchat.kernels.latent_attention import LatentRows, latent_attention, write_latents
 from sparkchat.models.deepseek_v4.compressor import Compressor
@@ -65,14 +63,23 @@ class LatentAttention:
         [P, N, d] float32 to be added in order.
         """
         ratio, room = self._ratio, rows.room
+        where, rope = (rows.positions, rows.rows), room.ropes[ratio]
         cache, shape = rows.store(ratio).latents.data[rows.index_of(layer)], room.shapes[ratio]
         low_rank = torch.empty((x.shape[0], self._low_rank_norm.weight.shape[0]), dtype=self._dtype, device=x.device)
         ranks, latents, pooled = self._joined().of_input(x)
         norms = self._latent_norm.weight, self._low_rank_norm.weight
-        written = LatentRows(latents, norms[0], cache, shape, ranks, norms[1], low_rank)
-        with branch("state", x) as state:
-            self._keep(written, pooled, layer, rows, state)
-            queries, chosen = self._ask(low_rank, pooled, layer, rows, state)
+        if pooled is None:
+            write_latents(
+                latents, norms[0], *where, rope, cache, shape, low_rank=ranks, low_rank_norm=norms[1], out=low_rank
+            )  # fmt: skip
+        else:
+            written = LatentRows(latents, norms[0], cache, shape, ranks, norms[1], low_rank)
+            self._compress_rows(pooled, written, layer, rows)
+        has_choice = room.scores is not None and self._indexer is not None
+        queries, index_queries = self._joined().of_low_ranks(low_rank, has_choice)
+        chosen = None
+        if pooled is not None and index_queries is not None:
+            chosen = self._choose_entries(index_queries, pooled, layer, rows)
         heads = torch.empty((x.shape[0], self._sinks.shape[0], self._size), dtype=self._dtype, device=x.device)
         latent_attention(
             queries,
@@ -81,7 +88,7 @@ class LatentAttention:
             rows.positions,
             rows.first_seen,
             rows.ends,
-            room.ropes[ratio],
+            rope,
             self._sinks,
             heads,
             room.latents,
@@ -91,55 +98,6 @@ class LatentAttention:
         )
         inner = self._inner(heads) if self._tiles is None else self._tiles.to_groups(heads)
         return in_parts(self._output, inner) if may_be_parts else into_room(self._output, inner, self._group)
-
-    def _keep(self, written: LatentRows, pooled: Pooled | None, layer: int, rows: RowPass, state: Branch) -> None:
-        """Keep the rows' state and norm their low ranks; the latter alone is what queries wait for."""
-        if pooled is None:
-            write_latents(
-                written.latents,
-                written.latent_norm,
-                rows.positions,
-                rows.rows,
-                rows.room.ropes[self._ratio],
-                written.cache,
-                written.shape,
-                low_rank=written.low_rank,
-                low_rank_norm=written.low_rank_norm,
-                out=written.out,
-            )
-            return
-        if not state.is_beside:
-            self._compress_rows(pooled, written, layer, rows)
-            return
-        with state.aside():
-            self._compress_rows(pooled, replace(written, low_rank=None, low_rank_norm=None, out=None), layer, rows)
-        assert written.low_rank is not None and written.low_rank_norm is not None and written.out is not None
-        norm_low_ranks(written.low_rank, written.low_rank_norm, written.out, self._pool_shape(rows))
-
-    def _ask(
-        self, low_rank: Tensor, pooled: Pooled | None, layer: int, rows: RowPass, state: Branch
-    ) -> tuple[Tensor, Tensor | None]:
-        """low_rank [N, r], normed -> queries [N, H * c], and where there is a choice the entries chosen [N, k].
-
-        The indexer waits for its own queries and for the keys in ``state``, and nothing but attention waits for it.
-        """
-        products = self._joined()
-        if pooled is None or self._indexer is None or rows.room.scores is None:
-            return products.queries(low_rank), None
-        with branch("queries", low_rank) as asked:
-            if asked.is_beside:
-                index_queries = products.index_queries(low_rank)
-                with asked.aside():
-                    queries = products.queries(low_rank)
-            else:
-                queries, index_queries = products.both_queries(low_rank)
-            state.join()
-            chosen = self._choose_entries(index_queries, pooled, layer, rows)
-        return queries, chosen
-
-    def _pool_shape(self, rows: RowPass) -> PoolShape:
-        rope_dim = rows.room.shapes[self._ratio].rope_dim
-        return PoolShape(self._ratio, self._indexer is not None, rope_dim, self._eps)
 
     def _compress_rows(self, products: Pooled, written: LatentRows, layer: int, rows: RowPass) -> None:
         """Keep the rows' state, ``written`` with it, and write entries that close."""
@@ -155,8 +113,11 @@ class LatentAttention:
             keys = store.index_keys.data[index]
             raw = store.index_raw.data[index]
             pools.append(self._indexer.compressor.pool(*products.index, raw, keys, 0, **kind))
-        where = rows.positions, rows.rows, rows.starts, rows.span_starts, room.ropes[self._ratio]
-        compress_rows(pools, *where, self._pool_shape(rows), written=written)
+        rope = room.ropes[self._ratio]
+        shape = PoolShape(self._ratio, self._indexer is not None, room.shapes[self._ratio].rope_dim, self._eps)
+        compress_rows(
+            pools, rows.positions, rows.rows, rows.starts, rows.span_starts, rope, shape, written=written
+        )  # fmt: skip
 
     def _choose_entries(self, index_queries: Tensor, products: Pooled, layer: int, rows: RowPass) -> Tensor:
         """[N, k] the entries that rows attend to, where there may be more."""

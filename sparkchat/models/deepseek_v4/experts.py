@@ -6,21 +6,10 @@ that a row's bits do not depend on where its batch mates are sent.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from sparkchat.kernels.branches import branch
-from sparkchat.kernels.experts import (
-    COUNTERS,
-    ExpertBuffers,
-    TiledBank,
-    TiledExperts,
-    add_parts,
-    run_experts,
-    run_shared,
-)
+from sparkchat.kernels.experts import COUNTERS, ExpertBuffers, TiledBank, TiledExperts, add_parts, run_experts
 from sparkchat.kernels.fp8 import TiledFp8
 from sparkchat.models.deepseek_v4.activation import silu
 from sparkchat.models.deepseek_v4.config import DeepseekV4Config
@@ -108,14 +97,9 @@ class ExpertMixture:
 
     def _parts_by_kernels(self, x: Tensor, token_ids: Tensor, tiles: TiledExperts) -> Tensor:
         """As ``_by_kernels``, not added up: [k + 1, N, d] float32."""
-        buffers = ExpertBuffers.empty(x.shape[0], self.gate.count, tiles, x.dtype)
-        kind: dict[str, Any] = {"limit": self._limit, "is_rounded": self._is_rounded}
-        with branch("shared", x) as shared:
-            if shared.is_beside:
-                with shared.aside():
-                    run_shared(x, tiles, buffers, **kind)
-            routing = self.gate.route(x, token_ids)
-            run_experts(x, tiles, routing, buffers, **kind, state=self._state, has_shared=not shared.is_beside)
+        routing = self.gate.route(x, token_ids)
+        buffers = ExpertBuffers.empty(*routing.weights.shape, tiles, x.dtype)
+        run_experts(x, tiles, routing, buffers, limit=self._limit, is_rounded=self._is_rounded, state=self._state)
         return buffers.parts
 
     def mix(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:

@@ -3,25 +3,6 @@
 A sub-block leaves its output in parts (those of all ranks, or of all experts of a row), and the launch that merges it
 into the streams adds them up, makes what the next sub-block reads of the streams, and norms it.
 
-What waits for what in a layer; a line waits for the line above it and for what it names:
-
-    streams                    the rows' input
-    joint product              low ranks, latents, what compressors pool, weights of index heads
-      low ranks                normed (a part of the launch below, or by itself)
-      state                    latents in the window, raw rows in their rings, entries and index keys that close
-    queries                    of the low ranks: those of attention, and in layers of ratio 4 those of the indexer
-    scores, choice             of index queries, index keys (state), weights of index heads; ratio 4 behind 512 entries
-    attention, its fold        of queries, latents and entries (state), choice
-    output products            then the streams again, with the sum over ranks in them
-    router product, routing    of the rows' input
-      shared expert            of the rows' input: gate and up, then down
-    experts                    of the routing, then the streams of the next layer
-
-So beside the chain may run (kernels/branches.py): ``state`` beside low ranks and queries, up to the scores or
-attention; ``queries`` of attention beside scores and choice; the ``shared`` expert beside router and experts; and behind
-the layers the hand-over of ``features`` to a drafter beside the vocabulary (engine/captured/head_step.py). What each is
-expected to give: docs/decisions/0013.
-
 Shapes: N rows, S streams, d hidden size.
 """
 

@@ -54,11 +54,6 @@ class Gate:
         return weights / weights.sum(dim=-1, keepdim=True) * self._scale, experts
 
     @property
-    def count(self) -> int:
-        """Experts of a row."""
-        return self._count
-
-    @property
     def has_kernel(self) -> bool:
         """Whether ``route`` may be called."""
         return self._weight is not None

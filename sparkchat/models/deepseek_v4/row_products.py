@@ -55,19 +55,12 @@ class RowProducts:
         low, latents = self._tiles.project(x) if self._tiles else (linear(x) for linear in self._alone)
         return low, latents, None if self._pooling is None else self._pooling(x)
 
-    def queries(self, low_rank: Tensor) -> Tensor:
-        """low_rank [N, r], normed -> [N, H * c]"""
-        return self._queries(low_rank)
-
-    def index_queries(self, low_rank: Tensor) -> Tensor:
-        """low_rank [N, r], normed -> those of the indexer"""
-        assert self._indexer is not None
-        return self._indexer.projections[0](low_rank)
-
-    def both_queries(self, low_rank: Tensor) -> tuple[Tensor, Tensor]:
-        """``queries`` and ``index_queries``, in one launch where that can be; the same bits."""
+    def of_low_ranks(self, low_rank: Tensor, has_choice: bool) -> tuple[Tensor, Tensor | None]:
+        """low_rank [N, r], normed -> queries [N, H * c], and those of the indexer where ``has_choice``."""
+        if not has_choice or self._indexer is None:
+            return self._queries(low_rank), None
         if self._both is None or low_rank.shape[0] > MOST_ROWS:
-            return self.queries(low_rank), self.index_queries(low_rank)
+            return self._queries(low_rank), self._indexer.projections[0](low_rank)
         weight = _inner_of(self._queries)
         out = torch.empty((low_rank.shape[0], self._both.shape[0]), dtype=weight.dtype, device=low_rank.device)
         fp8_linear(low_rank, self._both, out, is_rounded=isinstance(self._queries, RoundedLinear))

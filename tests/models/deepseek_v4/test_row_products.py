@@ -70,10 +70,11 @@ def test_what_reads_the_input_and_the_low_ranks(monkeypatch: Any) -> None:
         found = [each.sum(dim=0) for each in (*pooled.main, *pooled.index)]
         for got, want in zip([*found, pooled.weights], wanted, strict=True):
             close(got, want)
-        for got, want in zip(made.both_queries(low), want_queries, strict=True):
+        for got, want in zip(made.of_low_ranks(low, True), want_queries, strict=True):
+            assert got is not None
             close(got, want)
-        assert torch.equal(made.queries(low), queries[0](low))
-        assert torch.equal(made.index_queries(low), queries[1](low))
+        alone, none = made.of_low_ranks(low, False)
+        assert none is None and torch.equal(alone, queries[0](low))
         # What the linears multiply by lies in the common piece.
         assert made._both is not None and made._both.tiles.data_ptr() == inner[0].weight.tiles.data_ptr()
 
