@@ -93,7 +93,8 @@ def assert_nothing_is_held(runner: Runner) -> None:
             assert cache.table.num_free == cache.table.num_pages
 
 
-PATHS = pytest.mark.parametrize("path", ["loop", "growing", "captured"])
+GROWING = pytest.param("growing", marks=pytest.mark.slow)
+PATHS = pytest.mark.parametrize("path", ["loop", GROWING, "captured"])
 KINDS: tuple[dict[str, Any], ...] = (
     {"mode": "off"},
     {"mode": "static", **SAMPLINGS["sampled"]},
@@ -185,7 +186,7 @@ def test_who_ends_while_set_aside_leaves_nothing_behind(end: str, path: str, eng
 def test_settings_may_change_while_set_aside(path: str, engines: Engines) -> None:
     """The tokens are those of a run in which the same setting changed behind the same token."""
     ample, little = engines(path)
-    lines = [line | {"mode": None, "max_tokens": 130} for line in lines_of("off", "sampled", 3)]
+    lines = [line | {"mode": None, "max_tokens": 100} for line in lines_of("off", "sampled", 3)]
     for runner in (ample, little):
         runner.engine.set_mode("off")
     aside, _ = until_one_is_aside(little, lines)
