@@ -21,9 +21,9 @@ side (models/weights.py). "half" is bf16 or fp16; fp32 works everywhere and is e
         qkv [N, (H+2K)*D] half or fp32, or partial sums [S, N, ...] fp32; positions [N] int64 or int32;
         rows [N] int32 cache row of each token row, -1 writes no keys; rope [P, D] fp32, cosine and sine side by side
         (torch.view_as_real(RopeTable's table).flatten(1)); qk_norm [H+K, D] fp32 or None.
-        cache [pages, 2K, slots, D]: one layer of a LayerStore (store.data[i]); position p of a request lies in slot
-        p mod capacity. pages None: cache row n is page n, capacity = slots; pages [cache rows, P] int32: the pages of
-        a row in order, capacity = P * slots. q [N, H, D] out.
+        cache [pages, 2K, slots, D]: one layer of a LayerStore (store.data[i]). pages None: cache row n is page n, and
+        position p lies in its slot p mod slots; pages [cache rows, P] int32: the pages of a row in order, position p
+        in slot p mod slots of the one it falls into, below P * slots. q [N, H, D] out.
 
     from sparkchat.kernels.attention import attention_workspace, decode_attention
     workspace = attention_workspace(max_rows, num_heads, head_dim, context, device)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 PAGE_SIZE = 64
 """Positions of a page: the longest tile of the attention kernel, and what its spans begin at multiples of, so that a
-tile reads one page's number (docs/decisions/0014-paged-cache.md)."""
+tile reads one page's number (docs/decisions/0013-paged-cache.md)."""
 BLANK = 0
 """The page of positions that no page was taken for: always zeros, as what is masked is multiplied all the same."""
 

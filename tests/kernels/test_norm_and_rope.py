@@ -46,8 +46,8 @@ def test_norm(rows: int, size: int, delta: str | None, has_x: bool, device: torc
 def test_write_qkv(heads: int, kv_heads: int, dim: int, has_norm: bool, is_paged: bool, device: torch.device) -> None:
     rows = 6
     qkv = torch.randn(rows, (heads + 2 * kv_heads) * dim, device=device, dtype=torch.float16)
-    # Two spans; the last row is padding; positions beyond the capacity wrap around.
-    positions = torch.tensor([3, 4, 5, 40, 41, 0], device=device)
+    # Two spans; the last row is padding; positions beyond the slots of a row wrap around, those of pages end with them.
+    positions = torch.tensor([3, 4, 5, *((30, 31) if is_paged else (40, 41)), 0], device=device)
     cache_rows = torch.tensor([1, 1, 1, 0, 0, -1], device=device, dtype=torch.int32)
     table = torch.randn(64, dim, device=device)
     norm = torch.randn(heads + kv_heads, dim, device=device) if has_norm else None

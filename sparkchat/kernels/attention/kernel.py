@@ -33,7 +33,8 @@ _PROGRAMS = 528
 """About how many programs to start: two on each multiprocessor of an H200, and as many that follow. The longest spans
 come first."""
 _MANY_GROUPS = 128
-"""Groups (of rows and a key head) from which on one program reads everything of a group."""
+"""Groups (of rows and a key head, of as few requests as can have so many rows) from which on one program reads
+everything of a group."""
 _SOME_GROUPS = 32
 """Groups from which on one program reads a bundle: with eight rows of eight requests at 1k keys the sums of single
 spans were 18 MB to write and to read, half as much as the keys."""
@@ -94,26 +95,30 @@ def _fold(run_top, run_total, run_mixed, top, total, mixed):
 
 @triton.jit
 def _places(
-    at, first, pages_ptr, cache_row, page_stride, slot_stride, pages_stride, capacity, page_size, PAGED: tl.constexpr
-):
+    at, first, pages_ptr, cache_row, page_stride, slot_stride, pages_stride, capacity,
+    PAGE: tl.constexpr, RING: tl.constexpr,
+):  # fmt: skip
     # Where the keys of these positions begin. They lie in the page of the position ``first``, as pages are whole tiles.
-    slot = (at % capacity).to(tl.int64)
+    # Divisions by numbers that the compiler does not know took half of a tile's instructions: only rings need one.
+    if RING:
+        at = at % capacity
+        first = first % capacity
     page = cache_row
-    if PAGED:
-        page = tl.load(pages_ptr + cache_row * pages_stride + (first % capacity) // page_size).to(tl.int64)
-        slot = slot % page_size
-    return page * page_stride + slot * slot_stride
+    if PAGE > 0:
+        page = tl.load(pages_ptr + cache_row * pages_stride + first // PAGE).to(tl.int64)
+        at = at % PAGE
+    return page * page_stride + at.to(tl.int64) * slot_stride
 
 
 @triton.jit
 def _call_tile(
     key_base, value_base, pages_ptr, start, lowest, highest, cache_row, page_stride, slot_stride, pages_stride,
-    capacity, page_size, DIM: tl.constexpr, BLOCK: tl.constexpr, PAGED: tl.constexpr,
+    capacity, DIM: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr, RING: tl.constexpr,
 ):  # fmt: skip
     # Call a tile of keys and values into L2, without waiting for it.
     at = tl.minimum(tl.maximum(start + tl.arange(0, BLOCK), lowest), tl.maximum(highest - 1, lowest))
     first = tl.minimum(tl.maximum(start, lowest), tl.maximum(highest - 1, lowest))
-    place = _places(at, first, pages_ptr, cache_row, page_stride, slot_stride, pages_stride, capacity, page_size, PAGED)
+    place = _places(at, first, pages_ptr, cache_row, page_stride, slot_stride, pages_stride, capacity, PAGE, RING)
     BYTES: tl.constexpr = DIM * (key_base.dtype.element_ty.primitive_bitwidth // 8)
     prefetch(key_base + place, BYTES)
     prefetch(value_base + place, BYTES)
@@ -122,12 +127,12 @@ def _call_tile(
 @triton.jit
 def _attend_tile(
     q, key_base, value_base, pages_ptr, start, lowest, highest, low, end, cache_row, scale, top, totals, mixed,
-    page_stride, slot_stride, pages_stride, capacity, page_size,
-    DIM: tl.constexpr, BLOCK: tl.constexpr, PAGED: tl.constexpr, EXACT: tl.constexpr,
+    page_stride, slot_stride, pages_stride, capacity,
+    DIM: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr, RING: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     at = start + tl.arange(0, BLOCK)
     stored = (at < highest) & (at >= lowest)
-    place = _places(at, start, pages_ptr, cache_row, page_stride, slot_stride, pages_stride, capacity, page_size, PAGED)
+    place = _places(at, start, pages_ptr, cache_row, page_stride, slot_stride, pages_stride, capacity, PAGE, RING)
     offset = place[:, None] + tl.arange(0, DIM)[None, :]
     k = tl.load(key_base + offset, mask=stored[:, None], other=0.0)
     v = tl.load(value_base + offset, mask=stored[:, None], other=0.0)
@@ -154,9 +159,9 @@ def _attend_tile(
 @triton.jit
 def _attend(
     q_ptr, cache_ptr, starts_ptr, rows_ptr, positions_ptr, ends_ptr, pages_ptr, mixed_ptr, stats_ptr, out_ptr,
-    scale, page_stride, head_stride, slot_stride, pages_stride, capacity, page_size, num_spans,
+    scale, page_stride, head_stride, slot_stride, pages_stride, capacity, num_spans,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, QUERIES: tl.constexpr, TILES: tl.constexpr,
-    PROGRAMS: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr, PAGED: tl.constexpr,
+    PROGRAMS: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr, PAGE: tl.constexpr,
     EXACT: tl.constexpr, INSIDE: tl.constexpr, BUNDLED: tl.constexpr, SETTLED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     ROWS: tl.constexpr = QUERIES // GROUP
@@ -193,7 +198,7 @@ def _attend(
                 span = tl.maximum(last_span - tl.program_id(2), first_span)
             _call_tile(
                 key_base, value_base, pages_ptr, _start_of(span, UNIT), lowest, highest, cache_row, page_stride,
-                slot_stride, pages_stride, capacity, page_size, DIM, BLOCK, PAGED,
+                slot_stride, pages_stride, capacity, DIM, BLOCK, PAGE, WINDOW > 0,
             )  # fmt: skip
             wait(PDL)
         q = tl.load(q_ptr + slot_of_query[:, None] * DIM + dim[None, :], mask=is_query[:, None], other=0.0)
@@ -219,7 +224,7 @@ def _attend(
             for start in range(_start_of(from_span, UNIT), until, BLOCK):
                 top, totals, mixed = _attend_tile(
                     q, key_base, value_base, pages_ptr, start, lowest, highest, low, end, cache_row, scale, top,
-                    totals, mixed, page_stride, slot_stride, pages_stride, capacity, page_size, DIM, BLOCK, PAGED,
+                    totals, mixed, page_stride, slot_stride, pages_stride, capacity, DIM, BLOCK, PAGE, WINDOW > 0,
                     EXACT,
                 )  # fmt: skip
                 if (start + BLOCK >= span_end) | (start + BLOCK >= until):
@@ -253,7 +258,7 @@ def _attend(
                 for start in range(_start_of(span, UNIT), tl.minimum(_start_of(span + 1, UNIT), highest), BLOCK):
                     top, totals, mixed = _attend_tile(
                         q, key_base, value_base, pages_ptr, start, lowest, highest, low, end, cache_row, scale, top,
-                        totals, mixed, page_stride, slot_stride, pages_stride, capacity, page_size, DIM, BLOCK, PAGED,
+                        totals, mixed, page_stride, slot_stride, pages_stride, capacity, DIM, BLOCK, PAGE, WINDOW > 0,
                         EXACT,
                     )  # fmt: skip
                 part = slot_of_query * num_spans + span
@@ -340,7 +345,8 @@ def launch_decode_attention(
         raise ValueError(f"pages of {page_size} keys are not whole tiles of {tile.keys}")
     requests, spans = starts.shape[0] - 1, workspace.mixed.shape[2]
     tiles = -(-max_rows // (QUERIES // group))
-    groups = requests * tiles * kv_heads
+    # Requests that surely share these rows: ``starts`` has a place for every seat, and most of them may be empty.
+    groups = min(requests, -(-num_rows // max_rows)) * tiles * kv_heads
     is_bundled = tile.some_groups <= groups < tile.many_groups
     programs = 1 if groups >= tile.many_groups else max(1, min(spans, tile.programs // max(1, groups)))
     if is_bundled:
@@ -350,9 +356,9 @@ def launch_decode_attention(
         q, cache, starts, rows, positions, ends, rows if pages is None else pages, workspace.mixed, workspace.stats,
         out, dim**-0.5 * 1.4426950408889634, cache.stride(0), cache.stride(1), cache.stride(2),
         0 if pages is None else pages.stride(0),
-        page_size if pages is None else pages.shape[1] * page_size, page_size, spans,
+        page_size, spans,
         KV_HEADS=kv_heads, GROUP=group, DIM=dim, QUERIES=QUERIES, TILES=tiles, PROGRAMS=programs, UNIT=UNIT,
-        BLOCK=tile.keys, WINDOW=window or 0, PAGED=pages is not None, EXACT=is_exact,
+        BLOCK=tile.keys, WINDOW=window or 0, PAGE=0 if pages is None else page_size, EXACT=is_exact,
         INSIDE=groups >= tile.many_groups, BUNDLED=is_bundled, SETTLED=reads_ahead(is_settled),
         num_warps=tile.warps, num_stages=tile.stages if pages is None else 2 * tile.stages - 1,
     )  # fmt: skip

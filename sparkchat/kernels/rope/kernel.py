@@ -16,15 +16,14 @@ _MOST_GROUPED = 8
 
 
 @triton.jit
-def _place(
-    position, cache_row, pages_ptr, page_stride, slot_stride, pages_stride, capacity, page_size, PAGED: tl.constexpr
-):
-    # Where a layer's keys and values of this position begin.
-    slot = position % capacity
-    page = cache_row
-    if PAGED:
-        page = tl.load(pages_ptr + cache_row * pages_stride + slot // page_size).to(tl.int64)
-        slot = slot % page_size
+def _place(position, cache_row, pages_ptr, page_stride, slot_stride, pages_stride, capacity, PAGE: tl.constexpr):
+    # Where a layer's keys and values of this position begin. Only rows of slots may be rings.
+    if PAGE > 0:
+        page = tl.load(pages_ptr + cache_row * pages_stride + position // PAGE).to(tl.int64)
+        slot = position % PAGE
+    else:
+        page = cache_row
+        slot = (position.to(tl.int32) % capacity).to(tl.int64)
     return page * page_stride + slot * slot_stride
 
 
@@ -38,10 +37,10 @@ def _load_pairs(qkv_ptr, GROUP: tl.constexpr, DIM: tl.constexpr):
 @triton.jit
 def _write_qkv_groups(
     qkv_ptr, positions_ptr, rows_ptr, rope_ptr, norm_ptr, cache_ptr, pages_ptr, q_ptr,
-    qkv_stride, part_stride, layer_stride, page_stride, head_stride, slot_stride, pages_stride, capacity, page_size,
+    qkv_stride, part_stride, layer_stride, page_stride, head_stride, slot_stride, pages_stride, capacity,
     eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PARTS: tl.constexpr, HAS_NORM: tl.constexpr,
-    PAGED: tl.constexpr, GROUP: tl.constexpr, SETTLED: tl.constexpr, PDL: tl.constexpr,
+    PAGE: tl.constexpr, GROUP: tl.constexpr, SETTLED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # As _write_qkv for GROUP heads, all of them queries, keys or values.
     row = tl.program_id(0).to(tl.int64)
@@ -78,9 +77,7 @@ def _write_qkv_groups(
         tl.store(q_ptr + (row * HEADS + head + nth) * DIM + dim, both.to(q_ptr.dtype.element_ty))
     else:
         if cache_row >= 0:
-            place = _place(
-                position, cache_row, pages_ptr, page_stride, slot_stride, pages_stride, capacity, page_size, PAGED
-            )
+            place = _place(position, cache_row, pages_ptr, page_stride, slot_stride, pages_stride, capacity, PAGE)
             out = cache_ptr + place + (head - HEADS + nth) * head_stride + dim
             tl.store(out, both.to(cache_ptr.dtype.element_ty))
 
@@ -88,10 +85,10 @@ def _write_qkv_groups(
 @triton.jit
 def _write_qkv(
     qkv_ptr, positions_ptr, rows_ptr, rope_ptr, norm_ptr, cache_ptr, pages_ptr, q_ptr,
-    qkv_stride, part_stride, layer_stride, page_stride, head_stride, slot_stride, pages_stride, capacity, page_size,
+    qkv_stride, part_stride, layer_stride, page_stride, head_stride, slot_stride, pages_stride, capacity,
     eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PARTS: tl.constexpr, HAS_NORM: tl.constexpr,
-    PAGED: tl.constexpr, SETTLED: tl.constexpr, PDL: tl.constexpr,
+    PAGE: tl.constexpr, SETTLED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -129,9 +126,7 @@ def _write_qkv(
         tl.store(out + 1, turned_right.to(q_ptr.dtype.element_ty))
     else:
         if cache_row >= 0:
-            place = _place(
-                position, cache_row, pages_ptr, page_stride, slot_stride, pages_stride, capacity, page_size, PAGED
-            )
+            place = _place(position, cache_row, pages_ptr, page_stride, slot_stride, pages_stride, capacity, PAGE)
             out = cache_ptr + place + (head - HEADS) * head_stride + 2 * pair
             tl.store(out, turned_left.to(cache_ptr.dtype.element_ty))
             tl.store(out + 1, turned_right.to(cache_ptr.dtype.element_ty))
@@ -195,7 +190,8 @@ def _launch(
         qkv.stride(-2), qkv.stride(0) if parts > 1 else 0,
         cache.stride(0), cache.stride(1), cache.stride(2), cache.stride(3),
         0 if pages is None else pages.stride(0),
-        page_size if pages is None else pages.shape[1] * page_size, page_size, eps,
-        HEADS=heads, KV_HEADS=kv_heads, DIM=dim, PARTS=parts, HAS_NORM=norm is not None, PAGED=pages is not None,
+        page_size, eps,
+        HEADS=heads, KV_HEADS=kv_heads, DIM=dim, PARTS=parts, HAS_NORM=norm is not None,
+        PAGE=0 if pages is None else page_size,
         SETTLED=reads_ahead(is_settled), num_warps=warps, **grouped,
     )  # fmt: skip

@@ -57,5 +57,4 @@ def locate(rows: Tensor, positions: Tensor, page_size: int, pages: Tensor | None
     """Page and slot in it of every position of a cache row."""
     if pages is None:
         return rows, positions % page_size
-    slot = positions % (pages.shape[1] * page_size)
-    return pages[rows, slot // page_size].long(), slot % page_size
+    return pages[rows, positions // page_size].long(), positions % page_size
