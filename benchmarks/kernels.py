@@ -233,6 +233,8 @@ def attention_cases(make: Maker) -> Iterator[Case]:
             if tile.many_groups > 1 or context < 4096
         }
         variants["pages"] = partial(attend, tile=HALF_TILE, pages=anywhere)
+        for label in ("8 warps", "a program for bundles", "stages 2"):
+            variants[f"pages, {label}"] = partial(attend, tile=KEY_TILES[label], pages=anywhere)
 
         def peer(i: int, q=q, caches=caches, requests=requests, rows=rows, context=context) -> None:
             keys, values = caches[i][:, :KV, :context], caches[i][:, KV:, :context]
