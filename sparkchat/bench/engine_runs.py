@@ -42,6 +42,13 @@ class EngineRun:
                 if event["event"] == wanted:
                     return event
 
+    def num_graphs(self) -> int:
+        """Captured steps that the engine has made; 0 where it makes none."""
+        if self.info["graphs"] is not True:
+            return 0
+        event = self.ask({"op": "num_graphs"}, "num_graphs", lambda event: None)
+        return int(event["count"])
+
     def _events(self) -> Iterator[Event]:
         events = self._client.poll(None)
         if not events and not self._client.is_running:

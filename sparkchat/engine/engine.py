@@ -249,6 +249,10 @@ class Engine:
             self.info = {**self.info, "cost_table": loading.describe_cost(self.pair.cost)}
         return [{"event": "info", "info": self.info}]
 
+    @property
+    def num_graphs(self) -> int:
+        return 0 if self._captured is None else self._captured.stages.num_graphs
+
     def tune_cost(self) -> list[Event]:
         """Measure step costs thoroughly and plan by them from now on. Only between answers: the caches are used."""
         if self.has_work:

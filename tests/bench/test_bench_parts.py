@@ -14,7 +14,7 @@ from sparkchat.bench.arms import Arm, chosen_arms, possible_arms
 from sparkchat.bench.bars import bars_of, told
 from sparkchat.bench.chats import held_out_chats, meaningless_chats
 from sparkchat.bench.equality import Equality, compare
-from sparkchat.bench.measuring import Tally, measure
+from sparkchat.bench.measuring import MOST_TRIES, Tally, measure
 from sparkchat.bench.plot import throughput_svg
 from sparkchat.bench.png import CONVERTERS, write_png
 from sparkchat.bench.report import HEADER, plot_lines, rows_of, table_rows
@@ -73,6 +73,11 @@ class FakeRun:
         self.asked: list[GenerateRequest] = []
         self.table: list[bool] = []
         self.error: str | None = None
+        self.graphs: list[int] = []
+        """Told one after the other; then always the last."""
+
+    def num_graphs(self) -> int:
+        return self.graphs.pop(0) if len(self.graphs) > 1 else sum(self.graphs)
 
     def ask(self, command: dict[str, Any], wanted: str, take: Callable[[Any], None]) -> dict[str, Any]:
         assert (command["op"], wanted) == ("plan_by_table", "info")
@@ -114,6 +119,23 @@ def result(ids: list[int], error: str | None = None) -> dict[str, Any]:
 
 CHATS: list[Any] = [(f"prompt {n}", None) for n in range(4)]
 ARMS = [Arm("off", "off"), Arm("static", "static"), Arm("compact-no-table", "compact", by_table=False)]
+
+
+def test_a_round_that_captured_steps_is_thrown_away() -> None:
+    run = FakeRun(lambda name, number: [1, 2, 3])
+    run.graphs = [3, 5, 5, 6, 6]  # before and after each round
+    sampling = SamplingParams(temperature=0.7, max_tokens=3)
+    tally = measure(run, ARMS[:1], CHATS[:2], 2, sampling, lambda text: None)["off"]  # type: ignore[arg-type]
+    assert len(run.asked) == 6
+    assert (tally.rounds, tally.thrown_away, tally.tokens) == (1, 2, 4)
+    assert tally.to_json(1)["rounds_thrown_away"] == 2
+
+
+def test_the_last_try_counts_whatever_it_captured() -> None:
+    run = FakeRun(lambda name, number: [1, 2, 3])
+    run.graphs = list(range(100))
+    tally = measure(run, ARMS[:1], CHATS[:1], 1, SamplingParams(max_tokens=3), lambda text: None)["off"]  # type: ignore[arg-type]
+    assert (tally.rounds, tally.thrown_away) == (1, MOST_TRIES - 1)
 
 
 def test_arms_take_turns_over_the_same_prompts() -> None:
@@ -199,7 +221,7 @@ def test_a_shorter_answer_is_a_difference() -> None:
 
 def tally(tokens: int, seconds: float) -> Tally:
     found = Tally(seconds=seconds)
-    found.add([result([0] * (tokens + 1))], 0.0)
+    found.add([result([0] * (tokens + 1))], 0.0, [])
     return found
 
 
