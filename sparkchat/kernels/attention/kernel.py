@@ -33,8 +33,7 @@ _PROGRAMS = 528
 """About how many programs to start: two on each multiprocessor of an H200, and as many that follow. The longest spans
 come first."""
 _MANY_GROUPS = 128
-"""Groups (of rows and a key head, of as few requests as can have so many rows) from which on one program reads
-everything of a group."""
+"""Groups (of rows and a key head) from which on one program reads everything of a group."""
 _SOME_GROUPS = 32
 """Groups from which on one program reads a bundle: with eight rows of eight requests at 1k keys the sums of single
 spans were 18 MB to write and to read, half as much as the keys."""
@@ -345,8 +344,7 @@ def launch_decode_attention(
         raise ValueError(f"pages of {page_size} keys are not whole tiles of {tile.keys}")
     requests, spans = starts.shape[0] - 1, workspace.mixed.shape[2]
     tiles = -(-max_rows // (QUERIES // group))
-    # Requests that surely share these rows: ``starts`` has a place for every seat, and most of them may be empty.
-    groups = min(requests, -(-num_rows // max_rows)) * tiles * kv_heads
+    groups = requests * tiles * kv_heads
     is_bundled = tile.some_groups <= groups < tile.many_groups
     programs = 1 if groups >= tile.many_groups else max(1, min(spans, tile.programs // max(1, groups)))
     if is_bundled:
