@@ -32,11 +32,18 @@ class LaneLinear:
 
     dtype = torch.float32
 
-    def __init__(self, weight: Weight, bias: Tensor | None, *, is_rounded: bool = False) -> None:
-        """``is_rounded``: a weight that is no codes is rounded to 8 bits, at an error of 0.4 %."""
-        from sparkchat.kernels.cpu.matrix import PackedMatrix, pack_bf16, pack_codes, quantize
+    def __init__(
+        self, weight: Weight, bias: Tensor | None, *, is_rounded: bool = False, is_narrow: bool = False
+    ) -> None:
+        """``is_rounded``: a weight that is no codes is rounded to 8 bits, at an error of 0.4 %. ``is_narrow``: rows are
+        rounded to 8 bits, of a weight of 4: an estimate."""
+        from sparkchat.kernels.cpu.matrix import PackedMatrix, pack_bf16, pack_codes, pack_narrow, quantize
 
-        if isinstance(weight, GroupedWeight) and weight.group == GROUP and weight.codes.dtype != torch.float8_e4m3fn:
+        if is_narrow:
+            assert isinstance(weight, GroupedWeight) and weight.shift is not None
+            self.kernel = "q4-narrow-lanes"
+            kind, data = pack_narrow(weight.codes, weight.scale, weight.shift)
+        elif isinstance(weight, GroupedWeight) and weight.group == GROUP and weight.codes.dtype != torch.float8_e4m3fn:
             self.kernel = "q4-lanes" if weight.is_4bit else "q8-lanes"
             kind, data = pack_codes(weight.codes, weight.scale, weight.shift)
         else:

@@ -14,12 +14,13 @@ from sparkchat.kernels import cpu
 if not cpu.is_supported():
     pytest.skip(f"no kernels for this processor: {cpu.why_not()}", allow_module_level=True)
 
-from sparkchat.kernels.cpu.matrix import PackedMatrix, pack_bf16, pack_codes, quantize
+from sparkchat.kernels.cpu.matrix import PackedMatrix, pack_bf16, pack_codes, pack_narrow, quantize
 from sparkchat.kernels.cpu.product import share_start
 from sparkchat.models.native import RowWriter
 from sparkchat.models.quant import GroupedWeight
 
 KINDS = ("q4", "q8", "bf16")
+ALL_KINDS = (*KINDS, "narrow")
 
 
 @pytest.fixture(params=[1, 3])
@@ -33,12 +34,13 @@ def make_matrix(kind: str, outputs: int, inputs: int, bias: Tensor | None = None
     """A matrix, and the float32 weight it stands for."""
     random = torch.Generator().manual_seed(outputs * 1000 + inputs)
     shape = (outputs, inputs)
-    if kind == "q4":
+    if kind in ("q4", "narrow"):
         codes = torch.randint(0, 16, shape, generator=random, dtype=torch.uint8)
         scale = (torch.rand(outputs, inputs // 32, generator=random) * 0.02 + 0.002).half().float()
         shift = (-7.3 * scale).half().float()
         dense = codes.view(outputs, -1, 32) * scale[..., None] + shift[..., None]
-        return PackedMatrix(*pack_codes(codes, scale, shift), shape, bias), dense.view(shape)
+        pack = pack_codes if kind == "q4" else pack_narrow
+        return PackedMatrix(*pack(codes, scale, shift), shape, bias), dense.view(shape)
     weight = torch.randn(shape, generator=random)
     if kind == "q8":
         codes, scale = quantize(weight)
@@ -62,7 +64,7 @@ def test_against_float32(kind: str, outputs: int, inputs: int, threads: int) -> 
     torch.testing.assert_close(matrix(x), x @ dense.T, rtol=1e-5, atol=float(rounding) * 3.5 / 2 + 1e-5 * inputs**0.5)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ALL_KINDS)
 def test_a_row_has_its_own_bits(kind: str) -> None:
     matrix, _ = make_matrix(kind, 200, 160, torch.randn(200))
     x = rows(80, 160)
@@ -84,7 +86,7 @@ def test_bias_and_rows_that_lie_apart() -> None:
     assert matrix(x[:0]).shape == (0, 50)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ALL_KINDS)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_numbers_that_are_none_stay_in_their_row(kind: str, bad: float) -> None:
     matrix, _ = make_matrix(kind, 48, 64)
@@ -96,10 +98,37 @@ def test_numbers_that_are_none_stay_in_their_row(kind: str, bad: float) -> None:
     assert torch.equal(dirty[[0, 1, 3, 4, 5]], clean[[0, 1, 3, 4, 5]])
 
 
+@pytest.mark.parametrize(("outputs", "inputs"), [(16, 32), (50, 64), (400, 576)])
+def test_narrow_products_are_those_of_rows_of_8_bits(outputs: int, inputs: int, threads: int) -> None:
+    matrix, dense = make_matrix("narrow", outputs, inputs)
+    x = rows(9, inputs)
+    error = (matrix(x) - x @ dense.T).norm() / (x @ dense.T).norm()
+    # At most half of 1 / 127 of the largest of 32 inputs, about 2 of them, evenly spread.
+    assert 1e-3 < float(error) < 1e-2
+
+
+def test_narrow_sums_hold_the_largest_codes_and_rows() -> None:
+    """Sums of 16 bits are full where all signs agree: codes 0 and 15, halves of a row or every second pair turned."""
+    generator = torch.Generator().manual_seed(3)
+    signs = torch.randint(0, 2, (60, 32), generator=generator) * 2.0 - 1
+    patterns = torch.stack([torch.ones(32), *(torch.arange(32) // step % 2 * 2.0 - 1 for step in (1, 2, 4, 16))])
+    x = torch.cat([signs, patterns, -patterns])
+    codes = torch.cat([(x > 0) * 15, (x <= 0) * 15, torch.zeros(1, 32), torch.full((1, 32), 15)]).to(torch.uint8)
+    scale, shift = torch.full((len(codes), 1), 0.5), torch.full((len(codes), 1), -4.0)
+    matrix = PackedMatrix(*pack_narrow(codes, scale, shift), (len(codes), 32), None)
+    torch.testing.assert_close(matrix(x), x @ (codes * 0.5 - 4.0).T, rtol=1e-5, atol=1e-4)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_code_is_where_it_belongs(kind: str) -> None:
     matrix, dense = make_matrix(kind, 40, 64)
     torch.testing.assert_close(matrix(torch.eye(64)), dense.T.contiguous(), rtol=1e-6, atol=1e-7)
+
+
+def test_every_narrow_code_is_where_it_belongs() -> None:
+    matrix, dense = make_matrix("narrow", 40, 64)
+    # The shift is moved by eight codes and rounded to 11 bits.
+    torch.testing.assert_close(matrix(torch.eye(64)), dense.T.contiguous(), rtol=0, atol=1e-5)
 
 
 def test_rows_far_apart_in_size_are_each_as_exact() -> None:

@@ -17,6 +17,7 @@ F32, I64, I32 = ir.FloatType(), ir.IntType(64), ir.IntType(32)
 VECTOR = ir.VectorType(F32, LANES)
 _WORDS = ir.VectorType(I32, LANES)
 _PAIRS = ir.VectorType(ir.IntType(16), 2 * LANES)
+_QUADS = ir.VectorType(ir.IntType(8), 4 * LANES)
 WORD_ZERO = ir.Constant(_WORDS, [0] * LANES)
 _ZERO_MASK = ir.Constant(ir.VectorType(I32, LANES), [0] * LANES)
 _IS_X86 = binding.get_process_triple().startswith("x86_64")
@@ -86,10 +87,15 @@ class Emitter:
 
     def pair(self, address: ir.Value) -> ir.Value:
         """Two whole numbers of 16 bits from memory, for every lane."""
+        return self.builder.bitcast(self._spread(address, 2), _PAIRS)
+
+    def _spread(self, address: ir.Value, align: int) -> ir.Value:
+        """32 bits from memory, for every lane."""
         b = self.builder
-        both = b.load(self._pointer(address, I32), align=2)
-        first = b.insert_element(ir.Constant(_WORDS, ir.Undefined), both, I32(0))
-        return b.bitcast(b.shuffle_vector(first, ir.Constant(_WORDS, ir.Undefined), _ZERO_MASK), _PAIRS)
+        first = b.insert_element(
+            ir.Constant(_WORDS, ir.Undefined), b.load(self._pointer(address, I32), align=align), I32(0)
+        )
+        return b.shuffle_vector(first, ir.Constant(_WORDS, ir.Undefined), _ZERO_MASK)
 
     def dot_pairs(self, a: ir.Value, b: ir.Value, sums: ir.Value) -> ir.Value:
         """sums [16] + the products of each lane's two numbers."""
@@ -105,6 +111,40 @@ class Emitter:
             products.append(self.builder.mul(left, right))
         return self.builder.add(sums, self.builder.add(*products))
 
+    def quads(self, address: ir.Value) -> ir.Value:
+        """64 bytes from memory, four for each lane."""
+        return self.builder.load(self._pointer(address, _QUADS), align=1)
+
+    def half_byte(self, quads: ir.Value, place: int) -> ir.Value:
+        """The low or high 4 bits of each of 64 bytes."""
+        b = self.builder
+        if place:
+            # As words, of which the processor can move bits.
+            quads = b.bitcast(b.lshr(b.bitcast(quads, _PAIRS), ir.Constant(_PAIRS, [4] * 2 * LANES)), _QUADS)
+        return b.and_(quads, ir.Constant(_QUADS, [15] * 4 * LANES))
+
+    def quad(self, address: ir.Value) -> ir.Value:
+        """Four bytes from memory, for every lane."""
+        return self.builder.bitcast(self._spread(address, 1), _QUADS)
+
+    def dot_quads(self, codes: ir.Value, quad: ir.Value, sums: ir.Value) -> ir.Value:
+        """sums [32] of 16 bits, two for each lane, + the products of each lane's first and last two numbers: codes
+        without a sign, 0 to 15, and bytes with one. Sums wrap around."""
+        b = self.builder
+        if _IS_X86:
+            halves = [self._pmaddubsw(*(self._half(v, i, 2 * LANES) for v in (codes, quad))) for i in (0, 1)]
+            both = b.shuffle_vector(*halves, ir.Constant(ir.VectorType(I32, 2 * LANES), list(range(2 * LANES))))
+            return self._settled(b.add(sums, both))
+        for odd in (0, 1):
+            mask = ir.Constant(ir.VectorType(I32, 2 * LANES), list(range(odd, 4 * LANES, 2)))
+            parts = [b.shuffle_vector(v, v, mask) for v in (codes, quad)]
+            sums = b.add(sums, b.mul(b.zext(parts[0], _PAIRS), b.sext(parts[1], _PAIRS)))
+        return sums
+
+    def joined(self, sums: ir.Value) -> ir.Value:
+        """[16] the sum of each lane's two numbers of 16 bits."""
+        return self.dot_pairs(sums, ir.Constant(_PAIRS, [1] * 2 * LANES), WORD_ZERO)
+
     def _half(self, values: ir.Value, half: int, width: int = LANES) -> ir.Value:
         places = list(range(half * width, (half + 1) * width))
         return self.builder.shuffle_vector(values, values, ir.Constant(ir.VectorType(I32, width), places))
@@ -114,24 +154,34 @@ class Emitter:
         name = "llvm.x86.avx2.pmadd.wd"
         return self.builder.call(cgutils.get_or_insert_function(self.builder.module, kind, name), [a, b])
 
+    def _pmaddubsw(self, a: ir.Value, b: ir.Value) -> ir.Value:
+        """Saturates, which 2 * 15 * 128 is far from."""
+        kind = ir.FunctionType(ir.VectorType(ir.IntType(16), LANES), [ir.VectorType(ir.IntType(8), 2 * LANES)] * 2)
+        name = "llvm.x86.avx2.pmadd.ub.sw"
+        return self.builder.call(cgutils.get_or_insert_function(self.builder.module, kind, name), [a, b])
+
     def _settled(self, sums: ir.Value) -> ir.Value:
-        """The same number, of which LLVM knows nothing: it would make trees of a tile's sums, and have no registers for
-        their leaves."""
-        kind = ir.FunctionType(ir.VectorType(I32, LANES // 2), [ir.VectorType(I32, LANES // 2)])
-        halves = [self.builder.asm(kind, "", "=x,0", [self._half(sums, i, LANES // 2)], False) for i in (0, 1)]
-        return self.builder.shuffle_vector(*halves, ir.Constant(_WORDS, list(range(LANES))))
+        """The same numbers, of which LLVM knows nothing: it would make trees of a tile's sums, and have no registers
+        for their leaves."""
+        count = sums.type.count
+        half = ir.VectorType(sums.type.element, count // 2)
+        kind = ir.FunctionType(half, [half])
+        halves = [self.builder.asm(kind, "", "=x,0", [self._half(sums, i, count // 2)], False) for i in (0, 1)]
+        return self.builder.shuffle_vector(*halves, ir.Constant(ir.VectorType(I32, count), list(range(count))))
 
     def whole(self, sums: ir.Value) -> ir.Value:
         """[16] whole numbers as float32."""
         return self.builder.sitofp(sums, VECTOR)
 
-    def store_rounded(self, value: ir.Value, address: ir.Value) -> None:
-        """As whole numbers of 16 bits, rounded to the nearest; what is no number becomes the smallest."""
+    def store_rounded(self, value: ir.Value, address: ir.Value, bits: int = 16) -> ir.Value:
+        """As whole numbers of so many bits, rounded to the nearest; what is no number becomes the smallest. Returns
+        them in 32 bits."""
         b = self.builder
-        held = self.larger(value, self.splat(-32768.0))
-        half = ir.VectorType(ir.IntType(16), LANES)
-        near = self._whole_number(held)
-        b.store(b.trunc(b.fptosi(near, _WORDS), half), self._pointer(address, half), align=2)
+        held = self.larger(value, self.splat(-float(1 << bits - 1)))
+        kind = ir.VectorType(ir.IntType(bits), LANES)
+        near = b.fptosi(self._whole_number(held), _WORDS)
+        b.store(b.trunc(near, kind), self._pointer(address, kind), align=bits // 8)
+        return near
 
     def store(self, value: ir.Value, address: ir.Value, kind: str = "f32") -> None:
         """As float32, or rounded to the nearest bf16, ties to even; what is no number stays none."""

@@ -13,7 +13,7 @@ from sparkchat.kernels.cpu.memory import scratch
 from sparkchat.kernels.cpu.product import RECORD_WORDS, SCRATCH_BYTES
 from sparkchat.kernels.cpu.rows import GROUP, GROUP_ROW_BYTES
 from sparkchat.kernels.cpu.team import PRODUCT, team
-from sparkchat.kernels.cpu.tiles import BF16, GROUP_BYTES, Q4, Q8, tile_addresses
+from sparkchat.kernels.cpu.tiles import BF16, GROUP_BYTES, NARROW, Q4, Q8, tile_addresses
 
 
 class Part(NamedTuple):
@@ -117,6 +117,20 @@ def pack_codes(codes: Tensor, scale: Tensor, shift: Tensor | None) -> tuple[int,
     data = torch.cat(parts, dim=2)
     assert data.shape[2] == GROUP_BYTES[kind]
     return kind, data.flatten(1).contiguous()
+
+
+def pack_narrow(codes: Tensor, scale: Tensor, shift: Tensor) -> tuple[int, Tensor]:
+    """As ``pack_codes`` with codes of 4 bits, for products with rows of 8 bits: an estimate.
+
+    The rows' rounding is multiplied by codes of -8 to 7 and not of 0 to 15, which is a third of it; the shift moves.
+    """
+    groups = codes.shape[1] // GROUP
+    lanes = _filled(codes, -(-codes.shape[0] // LANES) * LANES).view(-1, LANES, groups, GROUP // 8, 2, 4)
+    quads = lanes.permute(4, 0, 2, 3, 1, 5)
+    both = (quads[0] | quads[1] << 4).reshape(-1, groups, GROUP // 2 * LANES)
+    data = torch.cat([both, _halves(scale), _halves(shift + 8 * scale.half().float())], dim=2)
+    assert data.shape[2] == GROUP_BYTES[NARROW]
+    return NARROW, data.flatten(1).contiguous()
 
 
 def pack_bf16(weight: Tensor) -> tuple[int, Tensor]:

@@ -11,7 +11,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from sparkchat.kernels.cpu.emit import F32, I64, LANES, Emitter, repeat
+from sparkchat.kernels.cpu.emit import F32, I32, I64, LANES, Emitter, repeat
 
 BYTES = 4 * LANES
 """Of a vector in float32."""
@@ -19,7 +19,9 @@ GROUP = 32
 """Inputs that share a scale."""
 GROUP_ROW_BYTES = 2 * GROUP + 8
 """Of 32 inputs in a packed row."""
-LARGEST = 32767.0
+NARROW_ROW_BYTES = GROUP + 12
+"""Of 32 inputs in a row packed to 8 bits."""
+LARGEST, NARROW_LARGEST = 32767.0, 127.0
 _SIZES = {"f32": 4, "bf16": 2}
 
 
@@ -77,14 +79,18 @@ def _norm(e: Emitter, x: ir.Value, weight: ir.Value, eps: ir.Value, blocks: ir.V
     repeat(b, blocks, [], scale)
 
 
-def _pack(e: Emitter, x: ir.Value, groups: ir.Value, out: ir.Value) -> None:
+def _pack(e: Emitter, x: ir.Value, groups: ir.Value, out: ir.Value, bits: int = 16) -> None:
     """A row as codes are multiplied with: 16 bit numbers, then the scale of each 32 of them, then the sums of each 32.
 
     The largest of 32 becomes 32767: a rounding of 1 part in 65,000 of it, a hundredth of bfloat16's. What is no number
     makes its scale none.
+
+    8 bit numbers have 127 and, behind the sums, what the sums of codes begin with for each 32: two numbers of 16 bits,
+    which together are the numbers' sum times -8.
     """
     b = e.builder
-    scales = e.at(out, e.times(groups, 2 * GROUP))
+    largest, size = (LARGEST, 2) if bits == 16 else (NARROW_LARGEST, 1)
+    scales = e.at(out, e.times(groups, size * GROUP))
     sums = e.at(scales, e.times(groups, 4))
 
     def one(g: ir.Value) -> list[ir.Value]:
@@ -95,17 +101,27 @@ def _pack(e: Emitter, x: ir.Value, groups: ir.Value, out: ir.Value) -> None:
         total = e.total(b.fadd(*halves))
         # Neither infinity nor what is no number survives as 0.
         damage = e.total(b.fmul(b.fadd(*halves), e.zero))
-        scale = b.fadd(b.fdiv(most, F32(LARGEST)), damage)
-        # Below this, LARGEST / most is infinite or nearly so; nothing that follows would see such numbers.
+        scale = b.fadd(b.fdiv(most, F32(largest)), damage)
+        # Below this, largest / most is infinite or nearly so; nothing that follows would see such numbers.
         is_nothing = b.fcmp_ordered("<", most, F32(1e-30))
-        inverse = e.splat(b.select(is_nothing, F32(0.0), b.fdiv(F32(LARGEST), most)))
-        for i, half in enumerate(halves):
-            e.store_rounded(b.fmul(half, inverse), e.at(out, e.times(g, 2 * GROUP), i * 2 * LANES))
+        inverse = e.splat(b.select(is_nothing, F32(0.0), b.fdiv(F32(largest), most)))
+        near = [
+            e.store_rounded(b.fmul(half, inverse), e.at(out, e.times(g, size * GROUP), i * size * LANES), bits)
+            for i, half in enumerate(halves)
+        ]
         for place, value in ((scales, scale), (sums, total)):
             b.store(value, b.inttoptr(e.at(place, e.times(g, 4)), F32.as_pointer()))
+        if bits == 8:
+            first = b.mul(e.across(b.add(*near), b.add), I32(-4))
+            both = b.or_(b.shl(first, I32(16)), b.and_(first, I32(0xFFFF)))
+            b.store(both, b.inttoptr(e.at(sums, e.times(groups, 4), e.times(g, 4)), I32.as_pointer()))
         return []
 
     repeat(b, groups, [], one)
+
+
+def _pack_narrow(e: Emitter, x: ir.Value, groups: ir.Value, out: ir.Value) -> None:
+    _pack(e, x, groups, out, 8)
 
 
 def _scores(kind: str, heads: int) -> Callable[..., None]:
@@ -229,6 +245,7 @@ def _copy(kind: str) -> Callable[..., None]:
 
 norm = primitive("norm", 5, _norm, floats=(2,))
 pack = primitive("pack", 3, _pack)
+pack_narrow = primitive("pack_narrow", 3, _pack_narrow)
 scores_f32_1, scores_f32_2, scores_f32_3, scores_f32_4 = (
     primitive(f"scores_f32_{h}", 8, _scores("f32", h), floats=(5,)) for h in (1, 2, 3, 4)
 )

@@ -27,9 +27,10 @@ from sparkchat.kernels.cpu.memory import (
     words,
     yield_processor,
 )
-from sparkchat.kernels.cpu.product import STORE, multiply
-from sparkchat.kernels.cpu.rows import GROUP_ROW_BYTES, pack
+from sparkchat.kernels.cpu.product import KIND, RECORD_WORDS, STORE, multiply
+from sparkchat.kernels.cpu.rows import GROUP_ROW_BYTES, NARROW_ROW_BYTES, pack, pack_narrow
 from sparkchat.kernels.cpu.stack import COUNTERS, PHASES_A_LAYER, meet, run_stack
+from sparkchat.kernels.cpu.tiles import NARROW
 
 PRODUCT, STACK, CONTEXT = 0, 1, 2
 """What a part of a job asks for."""
@@ -54,10 +55,15 @@ def _run_product(job_address, place, counter, thread, threads):
     own = job[PRODUCT_SCRATCH] + thread * job[PRODUCT_SCRATCH_STRIDE]
     x, stride = job[IN], job[IN_STRIDE]
     if job[PACKED]:
+        is_narrow = words(job[MATRIX], RECORD_WORDS)[KIND] == NARROW
+        wide = job[GROUPS] * (NARROW_ROW_BYTES if is_narrow else GROUP_ROW_BYTES)
         for n in range(thread, job[IN_COUNT], threads):
-            pack(x + n * stride, job[GROUPS], job[PACKED] + n * job[GROUPS] * GROUP_ROW_BYTES)
+            if is_narrow:
+                pack_narrow(x + n * stride, job[GROUPS], job[PACKED] + n * wide)
+            else:
+                pack(x + n * stride, job[GROUPS], job[PACKED] + n * wide)
         meet(place, threads)
-        x, stride = job[PACKED], job[GROUPS] * GROUP_ROW_BYTES
+        x, stride = job[PACKED], wide
     multiply(job[MATRIX], x, stride, job[IN_COUNT], STORE, job[TO], job[TO_STRIDE], counter, thread, threads, own)
 
 

@@ -4,6 +4,10 @@ A matrix lies in lane blocks (``matrix.py``): for each input, or each two of the
 output, so that a vector of codes is multiplied by one number, or pair, of the row. Codes are expanded in registers once
 for all rows of a tile. Products of codes are summed as whole numbers, 32 at a time (at most 127 * 32767 each), and
 those sums in float32 in one order, whatever the tile's height.
+
+Narrow products have rows of 8 bits, a rounding of half of 1 / 127: enough to find what is then computed again. Their
+codes lie four inputs side by side, and each lane has two sums of 16 bits, which begin at -4 times the sum of the 32
+numbers: 16 * (11 + 4) * 127 = 30,480 at most.
 """
 
 from __future__ import annotations
@@ -18,13 +22,15 @@ from numba.extending import intrinsic
 from sparkchat.kernels.cpu.emit import LANES, WORD_ZERO, Emitter, repeat
 from sparkchat.kernels.cpu.rows import BYTES, GROUP, primitive
 
-Q4, Q8, BF16 = 0, 1, 2
-"""Formats: 4 bit codes with scale and shift, 8 bit codes with scale, bfloat16."""
-GROUP_BYTES = {Q4: GROUP * LANES // 2 + 4 * LANES, Q8: GROUP * LANES + 2 * LANES, BF16: GROUP * LANES * 2}
-"""Bytes of 32 inputs of a lane block."""
-
-_CODE_BYTES = {Q4: GROUP * LANES // 2, Q8: GROUP * LANES, BF16: GROUP * LANES * 2}
+Q4, Q8, BF16, NARROW = 0, 1, 2, 3
+"""Formats: 4 bit codes with scale and shift, 8 bit codes with scale, bfloat16; 4 bit codes for rows of 8 bits."""
+_CODE_BYTES = {Q4: GROUP * LANES // 2, Q8: GROUP * LANES, BF16: GROUP * LANES * 2, NARROW: GROUP * LANES // 2}
 """Of 32 inputs without their scales."""
+_SCALE_BYTES = {Q4: 4 * LANES, Q8: 2 * LANES, BF16: 0, NARROW: 4 * LANES}
+GROUP_BYTES = {kind: _CODE_BYTES[kind] + _SCALE_BYTES[kind] for kind in _CODE_BYTES}
+"""Bytes of 32 inputs of a lane block."""
+_INPUT_BYTES = {Q4: 2, Q8: 2, BF16: 4, NARROW: 1}
+"""Of a number of a row."""
 _LINE = 64
 _ARGUMENTS = 8
 _PARTS = 4
@@ -53,11 +59,12 @@ class Tile:
     ) -> None:
         """out [rows, width * 16] float32 = x [rows, groups * 32] times the blocks at ``codes``.
 
-        x is float32 for bfloat16 weights and packed (``rows.pack``) for codes. ``ahead``: the block that is read next.
+        x is float32 for bfloat16 weights and packed (``rows.pack``) for codes, to 8 bits (``rows.pack_narrow``) for
+        narrow products. ``ahead``: the block that is read next.
         """
         blocks = [e.at(codes, e.times(block_bytes, j)) for j in range(self.width)]
         rows = [e.at(x, e.times(x_stride, r)) for r in range(self.rows)]
-        scales = [e.at(row, e.times(groups, 2 * GROUP)) for row in rows]
+        scales = [e.at(row, e.times(groups, _INPUT_BYTES[self.kind] * GROUP)) for row in rows]
 
         def group(g: ir.Value, *totals: ir.Value) -> Values:
             at = [e.at(block, e.times(g, GROUP_BYTES[self.kind])) for block in blocks]
@@ -66,11 +73,18 @@ class Tile:
                 behind = e.at(ahead, e.times(block_bytes, j), e.times(g, GROUP_BYTES[self.kind]))
                 for line in range(0, GROUP_BYTES[self.kind], _LINE):
                     e.prefetch(e.at(behind, line))
-            here = [e.at(row, e.times(g, GROUP * (4 if self.kind == BF16 else 2))) for row in rows]
+            here = [e.at(row, e.times(g, GROUP * _INPUT_BYTES[self.kind])) for row in rows]
             if self.kind == BF16:
                 return self._multiply(e, at, here, list(totals))
-            sums = self._multiply(e, at, here, [WORD_ZERO] * len(totals))
-            return self._scale(e, at, sums, list(totals), [e.at(scale, e.times(g, 4)) for scale in scales], groups)
+            own = [e.at(scale, e.times(g, 4)) for scale in scales]
+            start = [WORD_ZERO] * len(totals)
+            if self.kind == NARROW:
+                firsts = [e.pair(e.at(scale, e.times(groups, 8))) for scale in own]
+                start = [first for first in firsts for _ in blocks]
+            sums = self._multiply(e, at, here, start)
+            if self.kind == NARROW:
+                sums = [e.joined(both) for both in sums]
+            return self._scale(e, at, sums, list(totals), own, groups)
 
         totals = repeat(e.builder, groups, [e.zero] * (self.rows * self.width), group)
         for r in range(self.rows):
@@ -79,12 +93,12 @@ class Tile:
 
     def _multiply(self, e: Emitter, at: Values, rows: Values, sums: Values) -> Values:
         """Add 32 inputs: sums[r * width + j] += codes of block j times row r."""
-        block_step, row_step = _CODE_BYTES[self.kind] // _PARTS, GROUP * (4 if self.kind == BF16 else 2) // _PARTS
+        block_step, row_step = _CODE_BYTES[self.kind] // _PARTS, GROUP * _INPUT_BYTES[self.kind] // _PARTS
 
         def part(p: ir.Value, *sums: ir.Value) -> Values:
             blocks = [e.at(block, e.times(p, block_step)) for block in at]
             here = [e.at(row, e.times(p, row_step)) for row in rows]
-            add = self._add_floats if self.kind == BF16 else self._add_pairs
+            add = {BF16: self._add_floats, NARROW: self._add_quads}.get(self.kind, self._add_pairs)
             return add(e, blocks, here, list(sums))
 
         return repeat(e.builder, ir.Constant(ir.IntType(64), _PARTS), sums, part)
@@ -111,11 +125,23 @@ class Tile:
                     sums[r * self.width + j] = e.dot_pairs(code, pair, sums[r * self.width + j])
         return sums
 
+    def _add_quads(self, e: Emitter, blocks: Values, rows: Values, sums: Values) -> Values:
+        step = 4 * LANES
+        for k in range(_CODE_BYTES[NARROW] // _PARTS // step):
+            quads = [e.quads(e.at(block, k * step)) for block in blocks]
+            for place in (0, 1):
+                codes = [e.half_byte(both, place) for both in quads]
+                for r, row in enumerate(rows):
+                    quad = e.quad(e.at(row, 8 * k + 4 * place))
+                    for j, code in enumerate(codes):
+                        sums[r * self.width + j] = e.dot_quads(code, quad, sums[r * self.width + j])
+        return sums
+
     def _scale(self, e: Emitter, at: Values, sums: Values, totals: Values, scales: Values, groups: ir.Value) -> Values:
         """totals += sums * scale of the codes * scale of the row, and, of 4 bits, shift * sum of the row."""
         for j, block in enumerate(at):
             scale = e.load(e.at(block, _CODE_BYTES[self.kind]), "f16")
-            shift = e.load(e.at(block, _CODE_BYTES[self.kind] + 2 * LANES), "f16") if self.kind == Q4 else None
+            shift = e.load(e.at(block, _CODE_BYTES[self.kind] + 2 * LANES), "f16") if self.kind != Q8 else None
             for r, row_scale in enumerate(scales):
                 place = r * self.width + j
                 if shift is not None:

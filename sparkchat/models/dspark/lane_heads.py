@@ -34,11 +34,12 @@ NOTHING = ExactRows(np.empty((0, 0), np.int8), np.empty((0, 0), np.float32))
 
 
 def screened_head(weight: Tensor) -> tuple[LaneLinear, ExactRows]:
-    """weight [Vd, d] float32 -> the head that finds the likeliest tokens, half the bytes to read, and their rows."""
+    """weight [Vd, d] float32 -> the head that finds the likeliest tokens, of 4 bits and for rows of 8, and their exact
+    rows."""
     from sparkchat.kernels.cpu.matrix import quantize
 
     codes, scale = quantize(weight)
-    return LaneLinear(_four_bits(weight), None), ExactRows(codes.numpy(), scale.numpy())
+    return LaneLinear(_four_bits(weight), None, is_narrow=True), ExactRows(codes.numpy(), scale.numpy())
 
 
 def _four_bits(weight: Tensor) -> GroupedWeight:
