@@ -98,7 +98,8 @@ def _places(
     PAGE: tl.constexpr, RING: tl.constexpr,
 ):  # fmt: skip
     # Where the keys of these positions begin. They lie in the page of the position ``first``, as pages are whole tiles.
-    # Divisions by numbers that the compiler does not know took half of a tile's instructions: only rings need one.
+    # Only rings divide by a number that the compiler does not know: such divisions were a third of a tile's
+    # instructions, and eight calls (tests/kernels/ahead_attention.py counts).
     if RING:
         at = at % capacity
         first = first % capacity
