@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,8 +10,9 @@ from typing import Any, Literal
 
 from sparkchat import strict_json
 from sparkchat.errors import DamagedFile, ModelNotFound, UsageError
+from sparkchat.finite import short
 from sparkchat.options import nearest
-from sparkchat.paths import Paths
+from sparkchat.paths import Paths, typed_path
 from sparkchat.profile import HubSource, Profile, ProfileFile, Source, merge_profiles, read_profile
 
 DEFAULT_MODEL = "smollm2-135m"
@@ -60,7 +62,7 @@ def profile_files(paths: Paths) -> dict[str, list[tuple[Path, Literal["shipped",
         (paths.profiles, "user"),
     )
     for folder, origin in places:
-        for file in sorted(folder.glob("*.toml")) if folder.is_dir() else []:
+        for file in sorted(folder.glob("*.toml")) if os.path.isdir(folder) else []:
             found.setdefault(file.stem, []).append((file, origin))
     return found
 
@@ -103,15 +105,15 @@ def find_model(argument: str | None, paths: Paths, profile: str | None = None) -
     profile = load_profile(name, paths)
     if profile is not None:
         return _from_profile(profile)
-    if name and (Path(name).expanduser().exists() or _looks_like_path(name)):
-        return ModelRef("local", name, path=checked_model_path(Path(name).expanduser(), name))
+    if name and (os.path.exists(typed_path(name)) or _looks_like_path(name)):
+        return ModelRef("local", name, path=checked_model_path(typed_path(name), name))
     raise ModelNotFound(_unknown_model(name, paths))
 
 
 def chosen_profile(name: str, paths: Paths) -> Profile:
     """What ``--profile`` names: a profile, or a TOML file. Raises UsageError with the nearest known name."""
     if name.endswith(".toml") or "/" in name:
-        file = Path(name).expanduser()
+        file = typed_path(name)
         return merge_profiles((read_profile(file, "user", may_be_pipe=True),))
     found = load_profile(name, paths)
     if found is None:
@@ -149,15 +151,15 @@ def parse_hub_name(text: str) -> HubSource:
 
 def checked_model_path(path: Path, asked: str) -> Path:
     """A folder with a config.json, or a GGUF file; anything else raises with the reason."""
+    if not os.path.exists(path):  # Path.exists raises where a name is too long or a folder may not be entered
+        raise ModelNotFound(f"there is no model folder or file {asked}; check the path, or see `sparkchat list`")
     check_regular(path, asked)
-    if path.is_dir():
-        if not (path / "config.json").is_file():
+    if os.path.isdir(path):
+        if not os.path.isfile(path / "config.json"):
             raise ModelNotFound(
                 f"the folder {asked} holds no config.json, so it is no model folder; give one that does"
             )
         return path
-    if not path.exists():
-        raise ModelNotFound(f"there is no model folder or file {asked}; check the path, or see `sparkchat list`")
     if not _is_gguf(path):
         raise DamagedFile(
             f"{asked} is not a GGUF file (it does not begin with GGUF); give a model folder or a .gguf file"
@@ -168,11 +170,11 @@ def checked_model_path(path: Path, asked: str) -> Path:
 def check_regular(path: Path, asked: str) -> None:
     """Raise DamagedFile for a pipe, socket or device as a file or inside a folder: reading it may never end."""
     try:
-        found = [path, *(sorted(path.iterdir()) if path.is_dir() else ())]
+        found = [path, *(sorted(path.iterdir()) if os.path.isdir(path) else ())]
     except OSError as error:
         raise DamagedFile(f"{asked} cannot be read: {error.strerror}") from None
     for file in found:
-        if file.exists() and not (file.is_file() or file.is_dir()):
+        if os.path.exists(file) and not (os.path.isfile(file) or os.path.isdir(file)):
             where = asked if file is path else f"{file.name} in {asked}"
             raise DamagedFile(f"{where} is a pipe, socket or device; put a regular file in its place")
 
@@ -184,7 +186,7 @@ def find_drafter(choice: str | None, model: ModelRef, paths: Paths) -> DrafterRe
     if choice is not None:
         if choice.startswith("hf:"):
             return DrafterRef(sources=(parse_hub_name(choice),))
-        return DrafterRef(path=_drafter_folder(Path(choice).expanduser(), choice))
+        return DrafterRef(path=_drafter_folder(typed_path(choice), choice))
     if model.profile is not None and (model.kind == "profile" or _names_drafter(model.profile)):
         found = _profile_drafter(model.profile, paths)
         if found.is_inner and model.path is not None:
@@ -240,7 +242,7 @@ def _profile_drafter(profile: Profile, paths: Paths) -> DrafterRef:
     packaged = profile.get("drafter.packaged")
     if packaged is not None:
         folder = paths.shipped_drafters / packaged
-        if (folder / "config.json").is_file():
+        if os.path.isfile(folder / "config.json"):
             return DrafterRef(path=folder)
         return DrafterRef(reason_off=f"no drafter: this package does not carry the drafter {packaged}; give --drafter")
     path = profile.get("drafter.path")
@@ -253,10 +255,10 @@ def _profile_drafter(profile: Profile, paths: Paths) -> DrafterRef:
 
 
 def _drafter_folder(path: Path, asked: str) -> Path:
-    if not path.exists():
+    if not os.path.exists(path):
         raise ModelNotFound(f"there is no drafter folder {asked}; check the path, or give --drafter none")
     check_regular(path, asked)
-    if not (path / "config.json").is_file():
+    if not os.path.isfile(path / "config.json"):
         raise ModelNotFound(
             f"{asked} holds no config.json, so it is no drafter folder; give --drafter none to do without"
         )
@@ -295,4 +297,4 @@ def _unknown_model(name: str, paths: Paths) -> str:
         return f"there is no local folder {name}; for the hub type hf:{name.removesuffix('/')}"
     near = nearest(name, known)
     hint = f"did you mean {near}?" if near else f"known: {', '.join(sorted(known))}"
-    return f"model {name!r} is unknown; {hint} (or give hf:org/repo, a model folder, or a .gguf file)"
+    return f"model {short(name)} is unknown; {hint} (or give hf:org/repo, a model folder, or a .gguf file)"

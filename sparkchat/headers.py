@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import struct
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -72,11 +73,11 @@ class Headers:
 def local_headers(path: Path) -> Headers:
     """Of a model folder or a .gguf file. Raises UnreadableHeader."""
     try:
-        if path.is_file():
+        if os.path.isfile(path):
             return read_gguf(_reader(path))
         config = json.loads((path / "config.json").read_text(encoding="utf-8"))
         index = path / INDEX
-        if index.is_file():
+        if os.path.isfile(index):
             names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
             files = [path / str(name) for name in names]
         else:

@@ -73,8 +73,11 @@ T = TypeVar("T")
 
 
 def _token() -> str | None:
-    """The access token that Hugging Face's own tools would send."""
-    return None if constants.HF_HUB_DISABLE_IMPLICIT_TOKEN else get_token()
+    """The access token that Hugging Face's own tools would send; none where its file cannot be read."""
+    try:
+        return None if constants.HF_HUB_DISABLE_IMPLICIT_TOKEN else get_token()
+    except (OSError, UnicodeDecodeError):
+        return None
 
 
 def reachability() -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -43,7 +44,7 @@ def local_files(path: Path | None, sources: tuple[Source, ...], paths: Paths) ->
         path = next((found for source in sources if (found := _cached(source, paths)) is not None), None)
     if path is None:
         return []
-    return [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
+    return [path] if os.path.isfile(path) else sorted(file for file in path.rglob("*") if os.path.isfile(file))
 
 
 def headers(path: Path | None, sources: tuple[Source, ...], paths: Paths, *, ask_hub: bool) -> Headers | None:
@@ -154,7 +155,7 @@ def _is_json(file: Path) -> bool:
 
 def _verify_snapshot(folder: Path) -> list[Checked]:
     bad = set(snapshot.verify_snapshot(folder))
-    files = sorted(file for file in folder.rglob("*") if not file.is_dir())
+    files = sorted(file for file in folder.rglob("*") if not os.path.isdir(file))
     return [Checked(str(f), "damaged" if str(f.relative_to(folder)) in bad else "ok") for f in files]
 
 
@@ -166,7 +167,7 @@ def remove(sources: tuple[Source, ...], paths: Paths) -> tuple[list[Path], int]:
     removed: list[Path] = []
     num_bytes = 0
     for source in sources:
-        if not any(place.exists() for place in _places(source, paths)):
+        if not any(os.path.exists(place) for place in _places(source, paths)):
             continue
         lock = _lock_file(source, paths)
         with locked_now(lock, source.describe()):
@@ -179,7 +180,7 @@ def remove(sources: tuple[Source, ...], paths: Paths) -> tuple[list[Path], int]:
 def _remove(source: Source, paths: Paths) -> tuple[list[Path], int]:
     if isinstance(source, HubSource):
         return snapshot.remove_revision(source, paths)
-    places = [place for place in _places(source, paths) if place.exists()]
+    places = [place for place in _places(source, paths) if os.path.exists(place)]
     return places, sum(remove_tree(place) for place in places)
 
 

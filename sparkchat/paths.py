@@ -44,6 +44,11 @@ class Paths:
         return {f.name: str(getattr(self, f.name)) for f in fields(self)}
 
 
+def typed_path(text: str) -> Path:
+    """A path as a user writes it. ``~`` of somebody who is not here is a name like any other, as in a shell."""
+    return Path(os.path.expanduser(text))  # Path.expanduser raises there
+
+
 def user_paths() -> Paths:
     """Read the environment (XDG_*, HF_HOME, HF_HUB_CACHE) and name every folder."""
 
@@ -77,7 +82,7 @@ def _hub_cache() -> Path:
     cache_root = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     home = os.environ.get("HF_HOME") or os.path.join(cache_root, "huggingface")
     chosen = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE") or os.path.join(home, "hub")
-    return Path(os.path.expandvars(chosen)).expanduser()
+    return typed_path(os.path.expandvars(chosen))
 
 
 def _shipped_profiles() -> Path:

@@ -19,6 +19,7 @@ from sparkchat.errors import UsageError
 from sparkchat.finite import is_number, short
 from sparkchat.options import RUN, SAMPLING, check, unknown
 from sparkchat.params import Correction, CostTable, SamplingParams
+from sparkchat.paths import typed_path
 from sparkchat.sampling_kind import KINDS
 
 Origin = Literal["shipped", "user"]
@@ -30,6 +31,13 @@ _BY_NAME = ("cost_table", "calibration")
 """Keys that hold a table for each name below them."""
 _MOST_BYTES = 16 << 20
 _SHA256 = re.compile(r"[0-9a-f]{64}")
+_NAME = r"[A-Za-z0-9][A-Za-z0-9._+!-]*"
+_NAMES = {
+    "repo": (re.compile(rf"{_NAME}/{_NAME}"), "org/repo"),
+    "package": (re.compile(_NAME), "the name of a package"),
+    "version": (re.compile(_NAME), "a version"),
+}
+"""Fields of a source that become names of folders here: nothing in them may lead out of the cache."""
 _LOCATIONS = ("path", "packaged", "sources")
 """Ways to say where a model or a drafter is; a layer that gives one drops those of the layers below."""
 
@@ -208,6 +216,13 @@ def _text(value: Any, where: str, _: Path) -> str:
     return value
 
 
+def _name(value: Any, where: str, file: Path) -> str:
+    """The name of a folder that sparkchat carries: one word, which leads nowhere else."""
+    if not re.fullmatch(_NAME, _text(value, where, file)):
+        raise UsageError(f"{where} is {value!r}; give the name of a folder, without / in it")
+    return str(value)
+
+
 def _switch(value: Any, where: str, _: Path) -> bool:
     if not isinstance(value, bool):
         raise UsageError(f"{where} must be true or false")
@@ -222,7 +237,7 @@ def _whole(value: Any, where: str, _: Path) -> int:
 
 def _path(value: Any, where: str, file: Path) -> Path:
     """A path relative to the profile's own folder."""
-    return file.parent / Path(_text(value, where, file)).expanduser()
+    return file.parent / typed_path(_text(value, where, file))
 
 
 def _release(value: Any, where: str, file: Path) -> str:
@@ -338,6 +353,8 @@ def _source(item: dict[str, Any], where: str) -> Source:
             raise UsageError(f"{where}: {unknown('key', key, keys)}")
         if not isinstance(value, keys[key]) or isinstance(value, bool):
             raise UsageError(f"{where}: {key} is {value!r}; give {'a text' if keys[key] is str else 'a whole number'}")
+        if key in _NAMES and not _NAMES[key][0].fullmatch(value):
+            raise UsageError(f"{where}: {key} is {value!r}; give {_NAMES[key][1]}")
         if key.endswith("sha256") and not _SHA256.fullmatch(value):
             raise UsageError(f"{where}: {key} is {value!r}; give 64 lower-case hexadecimal digits")
     fields = {key: value for key, value in item.items() if key != "kind"}
@@ -368,7 +385,7 @@ _SECTIONS: dict[str, dict[str, Check]] = {
     "drafter": {
         "kind": _kind,
         "path": _path,
-        "packaged": _text,
+        "packaged": _name,
         "sources": _sources,
         "licence": _text,
         "block_size": _whole,

@@ -8,6 +8,7 @@ before anything is loaded.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -263,12 +264,14 @@ def has_thinking(model: ModelRef) -> bool | None:
 
 
 def _template_text(path: Path) -> str:
-    if path.is_file():
+    if os.path.isfile(path):
         # The template of a GGUF lies in its header, before the tensors.
         with path.open("rb") as file:
             return "enable_thinking" if b"enable_thinking" in file.read(32 << 20) else ""
     texts = [
-        file.read_text(encoding="utf-8", errors="replace") for file in path.glob("chat_template.*") if file.is_file()
+        file.read_text(encoding="utf-8", errors="replace")
+        for file in path.glob("chat_template.*")
+        if os.path.isfile(file)
     ]
     try:
         settings = json.loads((path / "tokenizer_config.json").read_text(encoding="utf-8"))

@@ -9,9 +9,9 @@ import json
 import math
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 
 from sparkchat.errors import UsageError
+from sparkchat.paths import typed_path
 
 BUILT_IN = {
     "chat": (0.735, 0.738, 0.740, 0.744, 0.758, 0.766, 0.761),
@@ -109,7 +109,7 @@ def _listed(text: str) -> list[float] | None:
 
 
 def _content(name: str) -> str:
-    path = Path(name).expanduser()
+    path = typed_path(name)
     try:
         text = path.read_text(encoding="utf-8") if path.is_file() else ""
     except (OSError, ValueError):

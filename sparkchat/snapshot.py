@@ -62,7 +62,7 @@ def cached(source: HubSource, paths: Paths) -> Path | None:
     snapshot = repo_folder(source, paths) / "snapshots" / commit
     if source.file is not None:
         file = snapshot / source.file
-        return file if file.is_file() else None
+        return file if os.path.isfile(file) else None
     return snapshot if is_complete(snapshot, f"hf:{source.repo}") else None
 
 
@@ -73,9 +73,13 @@ def commit_of(source: HubSource, paths: Paths) -> str | None:
 def cached_repositories(paths: Paths) -> list[HubSource]:
     """Repositories in the cache that hold a model folder, by their branches, or by commit where they have none."""
     found = []
-    for folder in sorted(paths.hub_cache.glob("models--*--*")):
+    # Path.glob raises where a folder above may not be entered.
+    folders = sorted(paths.hub_cache.glob("models--*--*")) if os.path.isdir(paths.hub_cache) else []
+    for folder in folders:
         repo = folder.name.removeprefix("models--").replace("--", "/", 1)
-        refs = sorted(str(ref.relative_to(folder / "refs")) for ref in (folder / "refs").rglob("*") if ref.is_file())
+        refs = sorted(
+            str(ref.relative_to(folder / "refs")) for ref in (folder / "refs").rglob("*") if os.path.isfile(ref)
+        )
         by_ref = {name: _read_ref(folder, name) for name in refs}
         commits = sorted(snapshot.name for snapshot in folder.glob("snapshots/*"))
         by_name = by_ref | {commit: commit for commit in commits if commit not in by_ref.values()}
@@ -88,7 +92,7 @@ def cached_repositories(paths: Paths) -> list[HubSource]:
 
 
 def _holds_model(snapshot: Path) -> bool:
-    return (snapshot / "config.json").is_file() and any(snapshot.glob("*.safetensors"))
+    return os.path.isfile(snapshot / "config.json") and any(snapshot.glob("*.safetensors"))
 
 
 def missing_bytes(listing: Listing, folder: Path) -> int:
@@ -118,7 +122,7 @@ def verify_snapshot(snapshot: Path) -> list[str]:
     return [
         str(file.relative_to(snapshot))
         for file in sorted(snapshot.rglob("*"))
-        if not file.is_dir() and not (file.is_file() and _is_whole(file))
+        if not os.path.isdir(file) and not (os.path.isfile(file) and _is_whole(file))
     ]
 
 
@@ -127,11 +131,11 @@ def damaged_files(found: Path) -> list[Path]:
 
     Large ones of a folder are left to ``verify``: reading them takes minutes.
     """
-    if found.is_file():
+    if os.path.isfile(found):
         files = [found]
     else:
-        files = [file for file in found.rglob("*") if not file.is_dir() and size_of(file) <= _SMALL]
-    return [file for file in files if not (file.is_file() and _is_whole(file))]
+        files = [file for file in found.rglob("*") if not os.path.isdir(file) and size_of(file) <= _SMALL]
+    return [file for file in files if not (os.path.isfile(file) and _is_whole(file))]
 
 
 def publish(listing: Listing, source: HubSource, folder: Path) -> None:
@@ -140,7 +144,7 @@ def publish(listing: Listing, source: HubSource, folder: Path) -> None:
     snapshot.parent.mkdir(parents=True, exist_ok=True)
     fresh = folder / f"{_FRESH}{listing.commit}"
     remove_tree(fresh)
-    if not snapshot.exists():
+    if not os.path.exists(snapshot):
         for file in listing.files:
             link = fresh / file.path
             link.parent.mkdir(parents=True, exist_ok=True)
@@ -180,13 +184,13 @@ def remove_revision(source: HubSource, paths: Paths) -> tuple[list[Path], int]:
     Returns what was removed and the bytes that freed.
     """
     folder = repo_folder(source, paths)
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         return [], 0
     before, commit = tree_bytes(folder), commit_of(source, paths)
     removed = [] if commit is None else _hide_links(source, folder, commit)
     for left in folder.glob(f"{_FRESH}*"):
         remove_tree(left)
-    if commit is not None and not (folder / "snapshots" / commit).exists():
+    if commit is not None and not os.path.exists(folder / "snapshots" / commit):
         removed += _remove_refs(folder, commit)
     removed += _remove_unused_blobs(folder)
     if not any((folder / "snapshots").glob("*")):
@@ -199,12 +203,12 @@ def _hide_links(source: HubSource, folder: Path, commit: str) -> list[Path]:
     """The links go at once, and before the bytes they lead to: what a killed removal leaves is no model."""
     snapshot = folder / "snapshots" / commit
     place = snapshot if source.file is None else snapshot / source.file
-    if not (place.is_symlink() or place.exists()):
+    if not (place.is_symlink() or os.path.exists(place)):
         return []
     hidden = folder / f"{_FRESH}{commit}"
     remove_tree(hidden)
     place.rename(hidden)
-    if source.file is not None and not any(file for file in snapshot.rglob("*") if not file.is_dir()):
+    if source.file is not None and not any(file for file in snapshot.rglob("*") if not os.path.isdir(file)):
         remove_tree(snapshot)
     return [place]
 
@@ -212,7 +216,7 @@ def _hide_links(source: HubSource, folder: Path, commit: str) -> list[Path]:
 def _remove_refs(folder: Path, commit: str | None) -> list[Path]:
     removed = []
     for ref in (folder / "refs").rglob("*"):
-        if ref.is_file() and ref.read_text(encoding="utf-8", errors="replace").strip() == commit:
+        if os.path.isfile(ref) and ref.read_text(encoding="utf-8", errors="replace").strip() == commit:
             ref.unlink()
             removed.append(ref)
     return removed
@@ -237,18 +241,18 @@ def _read_ref(folder: Path, revision: str) -> str | None:
     if re.fullmatch(r"[0-9a-f]{40}", text):
         return text
     # A revision may also be a commit that was fetched under a branch's name.
-    return revision if (folder / "snapshots" / revision).is_dir() else None
+    return revision if os.path.isdir(folder / "snapshots" / revision) else None
 
 
 def is_complete(snapshot: Path, name: str) -> bool:
     """Is everything there? Raises DamagedFile for weights that are there but cut short."""
-    if not (snapshot / "config.json").is_file():
+    if not os.path.isfile(snapshot / "config.json"):
         return False
     try:
         weights = _shards(snapshot) or list(snapshot.glob("*.safetensors"))
     except ValueError:
         return False
-    if not weights or not all(file.is_file() for file in weights):
+    if not weights or not all(os.path.isfile(file) for file in weights):
         return False
     for file in weights:
         if not has_all_tensors(file):
@@ -261,7 +265,7 @@ def is_complete(snapshot: Path, name: str) -> bool:
 def _shards(folder: Path) -> list[Path]:
     """Files that the index of a model folder names; empty without an index. Raises ValueError for one that is none."""
     index = folder / "model.safetensors.index.json"
-    if not index.is_file():
+    if not os.path.isfile(index):
         return []
     try:
         return [folder / str(name) for name in set(json.loads(index.read_bytes())["weight_map"].values())]
@@ -272,7 +276,7 @@ def _shards(folder: Path) -> list[Path]:
 def missing_shards(path: Path) -> list[Path]:
     """Files that are not in a model folder although its index names them."""
     try:
-        return sorted(file for file in _shards(path) if not file.is_file())
+        return sorted(file for file in _shards(path) if not os.path.isfile(file))
     except ValueError:
         return []
 

@@ -44,7 +44,7 @@ def human(num_bytes: int) -> str:
 
 def free_bytes(folder: Path) -> int:
     """Free space where ``folder`` is or will be made."""
-    while not folder.exists() and folder != folder.parent:
+    while not os.path.exists(folder) and folder != folder.parent:
         folder = folder.parent
     return shutil.disk_usage(folder).free
 
@@ -185,7 +185,7 @@ def _write_stamp(stamp: Path, record: list[object]) -> None:
 
 def remove_tree(path: Path) -> int:
     """Remove a file or folder; returns the bytes it held."""
-    if path.is_symlink() or path.is_file():
+    if path.is_symlink() or os.path.isfile(path):
         size = path.lstat().st_size
         path.unlink(missing_ok=True)
         return size

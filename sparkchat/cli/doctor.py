@@ -86,10 +86,15 @@ _WRITTEN = ("config", "data", "state", "cache", "hub_cache")
 
 def _folder(folder: Path) -> dict[str, Any]:
     existing = folder
-    while not existing.exists() and existing != existing.parent:
+    while not os.path.exists(existing) and existing != existing.parent:
         existing = existing.parent
-    writable = existing.is_dir() and os.access(existing, os.W_OK)
-    return {"path": str(folder), "exists": folder.is_dir(), "writable": writable, "free_bytes": free_bytes(existing)}
+    writable = os.path.isdir(existing) and os.access(existing, os.W_OK)
+    return {
+        "path": str(folder),
+        "exists": os.path.isdir(folder),
+        "writable": writable,
+        "free_bytes": free_bytes(existing),
+    }
 
 
 def _hub_state(offline: bool) -> str:

@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _report(error, error.message, error.exit_code, debug)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            return _report(error, _internal(error), 1, debug)
+            return _report(error, _unusable(error) if error.filename else _internal(error), 1, debug)
         where = f"{error.filename} cannot be written" if error.filename else "the output cannot be written"
         message = f"{where}: no space is left; free some, or write somewhere else"
         return _report(error, message, NotEnoughDisk.exit_code, debug)
@@ -48,6 +48,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _report(error, None, Interrupted.exit_code, debug)
     except Exception as error:
         return _report(error, _internal(error), 1, debug)
+
+
+def _unusable(error: OSError) -> str:
+    return f"{os.fsdecode(error.filename)} cannot be used: {error.strerror}; check it, or run again with --debug"
 
 
 def _internal(error: Exception) -> str:

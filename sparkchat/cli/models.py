@@ -63,14 +63,15 @@ def _entry(name: str, paths: Paths) -> dict[str, Any]:
     try:
         model = find_model(name, paths)
         files = inventory.local_files(model.path, model.sources, paths)
-    except SparkchatError as error:
+        found = [file.stat() for file in files]
+    except (SparkchatError, OSError) as error:
         nothing: dict[str, Any] = dict.fromkeys(("bytes", "pinned_bytes", "modified", "label"))
         return {"name": name, **nothing, "state": f"broken: {error}", "files": []}
     profile, first = model.profile, next(iter(model.sources), None)
-    newest = max((file.stat().st_mtime for file in files), default=None)
+    newest = max((stat.st_mtime for stat in found), default=None)
     return {
         "name": name,
-        "bytes": sum(file.stat().st_size for file in files) if files else None,
+        "bytes": sum(stat.st_size for stat in found) if files else None,
         "pinned_bytes": None if first is None else first.size,
         "state": "on disk" if files else "not fetched",
         "modified": None if newest is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(newest)),

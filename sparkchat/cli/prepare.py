@@ -98,15 +98,17 @@ def dummy_shapes(model: ModelRef, drafter: DrafterRef, paths: Paths) -> tuple[Mo
     """Where the configs lie that dummy weights are made for: a local folder's own, or those shipped for a profile."""
     shipped = paths.shipped_shapes / model.name
     path = model.path or shipped
-    if not (path / "config.json").is_file():
-        known = sorted(folder.name for folder in paths.shipped_shapes.glob("*") if folder.is_dir())
+    if not os.path.isfile(path / "config.json"):
+        known = sorted(folder.name for folder in paths.shipped_shapes.glob("*") if os.path.isdir(folder))
         raise UsageError(
             f"--dummy-weights: no shapes of {model.name} are shipped; give {', '.join(known)}, "
             "or a folder with a config.json"
         )
     if drafter.path is None and drafter.is_present and not drafter.is_inner:
         folder = shipped / "drafter"
-        drafter = DrafterRef(path=folder) if folder.is_dir() else DrafterRef(reason_off="no drafter: no shapes of it")
+        drafter = (
+            DrafterRef(path=folder) if os.path.isdir(folder) else DrafterRef(reason_off="no drafter: no shapes of it")
+        )
     return replace(model, path=path), drafter
 
 
@@ -124,11 +126,12 @@ def trace_path(path: Path | None, force: bool) -> Path | None:
     """Refused now rather than after a model has been loaded."""
     if path is None:
         return None
-    if path.is_dir() or not path.parent.is_dir():
-        reason = "is a folder" if path.is_dir() else "lies in a folder that does not exist"
+    # The questions of os.path: those of Path raise where a name is too long or a folder may not be entered.
+    if os.path.isdir(path) or not os.path.isdir(path.parent):
+        reason = "is a folder" if os.path.isdir(path) else "lies in a folder that does not exist"
         raise UsageError(f"--trace {path} {reason}; give a file in an existing folder")
-    if path.exists() and not force:
+    if os.path.lexists(path) and not force:
         raise UsageError(f"--trace {path} exists already; give another name, or add --force to overwrite it")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
+    if not os.access(path if os.path.exists(path) else path.parent, os.W_OK):
         raise SparkchatError(f"--trace {path} cannot be written; give a file in a folder that you can write to")
     return path

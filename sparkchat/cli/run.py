@@ -6,7 +6,6 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -16,6 +15,7 @@ from sparkchat.cli import arguments as a
 from sparkchat.cli.prepare import prepare
 from sparkchat.config import Color, Output, RunConfig
 from sparkchat.errors import UsageError
+from sparkchat.paths import typed_path
 
 _ONE_SHOT_ONLY = {"prompt_ids": "--prompt-ids", "json_": "--json", "jsonl": "--jsonl"}
 
@@ -84,7 +84,7 @@ def run(
 
 def _refuse_question_for_model(model: str | None) -> None:
     """The first word is MODEL, also where only a question was typed."""
-    if model is not None and " " in model and not Path(model).expanduser().exists():
+    if model is not None and " " in model and not os.path.exists(typed_path(model)):
         raise UsageError(
             f"{model[:40]!r} stands where MODEL does; to ask it, type: sparkchat run smollm2-135m 'QUESTION'"
         )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from sparkchat.errors import UsageError
+from sparkchat.paths import typed_path
 
 
 def register(app: typer.Typer) -> None:
@@ -107,8 +109,8 @@ def _loss_sampling(text: str) -> tuple[tuple[float, float], ...]:
 
 def _target_path(text: str, offline: bool) -> Path:
     """The target's files on this machine, fetched where a profile says how."""
-    path = Path(text).expanduser()
-    if path.exists():
+    path = typed_path(text)
+    if os.path.exists(path):
         return path
     from sparkchat.catalog import find_model
     from sparkchat.cli.progress import fetch_progress

@@ -10,6 +10,7 @@ from typing import Protocol
 from sparkchat.errors import UsageError
 from sparkchat.options import unknown
 from sparkchat.params import MODES, Mode, SamplingParams
+from sparkchat.paths import typed_path
 from sparkchat.ui.clipboard import code_blocks, is_too_long
 from sparkchat.ui.conversation import Conversation
 from sparkchat.ui.export import OF_TRACE, export_chat, export_wish
@@ -256,7 +257,7 @@ def _trace(front: ChatFront, argument: str) -> None:
         path = front.trace.close()
         front.say(f"trace closed: {path}" if path else "no trace is being written")
     elif argument:
-        front.trace.open(Path(argument).expanduser())
+        front.trace.open(typed_path(argument))
         front.say(f"trace: {front.trace.path}")
     else:
         path = front.trace.path

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from sparkchat import strict_json
 from sparkchat.errors import SparkchatError, UsageError
+from sparkchat.paths import typed_path
 from sparkchat.ui.conversation import Conversation, Turn
 from sparkchat.ui.export_job import ExportJob
 from sparkchat.ui.stats import result_line
@@ -42,13 +43,13 @@ def export_wish(argument: str) -> tuple[Path, str | None]:
     """What follows ``/export``: FILE, or FORMAT FILE with a format of the trace. Raises UsageError."""
     word, _, rest = argument.partition(" ")
     if word.lower() in FORMATS_OF_TRACE and rest.strip():
-        return Path(rest.strip()).expanduser(), word.lower()
+        return typed_path(rest.strip()), word.lower()
     if not argument or word.lower() in FORMATS_OF_TRACE:
         raise UsageError(
             f"/export needs a file name that ends in one of .md, .json, {', '.join(OF_TRACE)}; "
             f"or of the trace: /export {'|'.join(FORMATS_OF_TRACE)} FILE"
         )
-    return Path(argument).expanduser(), None
+    return typed_path(argument), None
 
 
 def begin_trace_export(

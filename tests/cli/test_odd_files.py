@@ -81,3 +81,52 @@ def test_a_profile_of_the_users_own_may_come_through_a_pipe(main: Cli, model_fol
     with large.open("wb") as file:
         file.truncate(20 << 20)
     assert "larger than 16 MiB" in main("show", "--profile", large).error
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [(("list",), 0), (("show", "smollm2-135m"), 0), (("doctor", "--offline"), 0), (("verify", "smollm2-135m"), 3)],
+)
+def test_folders_that_cannot_be_entered_are_empty_ones(
+    main: Cli, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], code: int
+) -> None:
+    """A name too long stands for a closed home, which root (in whose name tests may run) enters: Path raises alike."""
+    for name in ("CONFIG", "DATA", "STATE", "CACHE"):
+        monkeypatch.setenv(f"XDG_{name}_HOME", "/" + "a" * 300)
+    done = main(*words)
+    assert done.code == code, done.err
+    assert "smollm2-135m" in done.out + done.err or "doctor" in words
+
+
+@pytest.mark.parametrize("name", ["~nobody-of-that-name/x", "a" * 3000, "/" + "a" * 3000, "what is " + "a" * 3000])
+@pytest.mark.parametrize(
+    "words", [("run", "NAME", "hi"), ("show", "NAME"), ("run", "MODEL", "hi", "--drafter", "NAME")]
+)
+def test_names_that_no_file_can_have_are_not_found(
+    main: Cli, model_folder: Path, words: tuple[str, ...], name: str
+) -> None:
+    done = main(*({"MODEL": str(model_folder), "NAME": name}.get(word, word) for word in words))
+    assert done.code in (2, 3), done.error
+
+
+def test_a_profile_of_anybodys_home_breaks_itself_alone(main: Cli, write_profile: Callable[[str, str], Path]) -> None:
+    write_profile("theirs", """[model]\npath = "~nobody-of-that-name/x"\n""")
+    listed = main("list")
+    assert listed.code == 0 and "smollm2-135m" in listed.out and "broken" in listed.out
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        """[[model.sources]]\nkind = "hub"\nrepo = "../../etc"\n""",
+        """[drafter]\npackaged = "../../etc"\n""",
+        """[[model.sources]]\nkind = "wheel"\npackage = "../x"\nversion = "1"\n""",
+        """[[model.sources]]\nkind = "wheel"\npackage = "x"\nversion = "/etc"\n""",
+    ],
+)
+def test_names_that_become_folders_lead_nowhere_else(
+    main: Cli, write_profile: Callable[[str, str], Path], text: str
+) -> None:
+    write_profile("wild", text)
+    done = main("rm", "wild")
+    assert (done.code, "give" in done.error and ("../" in done.error or "/etc" in done.error)) == (2, True)
