@@ -162,6 +162,22 @@ class GenerateRequest:
 
 
 @dataclass(frozen=True)
+class ContextCosts:
+    """What cached tokens add to a step, linear in their number: attention reads every one of them."""
+
+    tokens: int
+    """Cached tokens of all requests together while the times without them were measured."""
+    ms_per_token: float
+    ms_per_token_row: float = 0.0
+    """On top, for every row that a request has on average: each row attends."""
+
+    def __post_init__(self) -> None:
+        for value in (self.tokens, self.ms_per_token, self.ms_per_token_row):
+            if not (is_number(value) and value >= 0):
+                raise UsageError(f"context costs {value!r} must be a number of 0 or more")
+
+
+@dataclass(frozen=True)
 class BatchCosts:
     """Milliseconds of a step of ``requests`` requests by verified rows, summed over them."""
 
@@ -173,6 +189,8 @@ class BatchCosts:
     """A step of as many requests without drafting; None when not measured."""
     filtered_ms: float = 0.0
     """What top-k, top-p and min-p add to a step that drafts; 0 where the times are with filters."""
+    context: ContextCosts | None = None
+    """What cached tokens add to a step of so many requests; None: as the table says for all."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.requests, int) or isinstance(self.requests, bool) or self.requests < 1:
@@ -180,22 +198,6 @@ class BatchCosts:
         if not (is_number(self.filtered_ms) and self.filtered_ms >= 0):
             raise UsageError(f"cost table filtered_ms {self.filtered_ms!r} must be a number of 0 or more")
         _check_costs(self.rows, self.step_ms)
-
-
-@dataclass(frozen=True)
-class ContextCosts:
-    """What cached tokens add to a step, linear in their number: attention reads every one of them."""
-
-    tokens: int
-    """Cached tokens of all requests together while the table was measured."""
-    ms_per_token: float
-    ms_per_token_row: float = 0.0
-    """On top, for every row that a request has on average: each row attends."""
-
-    def __post_init__(self) -> None:
-        for value in (self.tokens, self.ms_per_token, self.ms_per_token_row):
-            if not (is_number(value) and value >= 0):
-                raise UsageError(f"context costs {value!r} must be a number of 0 or more")
 
 
 @dataclass(frozen=True)
@@ -227,12 +229,15 @@ class CostTable:
         """From its fields as ``asdict`` and JSON leave them."""
         data = {**data, "rows": tuple(data["rows"]), "step_ms": tuple(data["step_ms"])}
         data["batches"] = tuple(
-            BatchCosts(**{**batch, "rows": tuple(batch["rows"]), "step_ms": tuple(batch["step_ms"])})
-            for batch in data.get("batches") or ()
+            BatchCosts(**{**_with_context(b), "rows": tuple(b["rows"]), "step_ms": tuple(b["step_ms"])})
+            for b in data.get("batches") or ()
         )
-        if data.get("context") is not None:
-            data["context"] = ContextCosts(**data["context"])
-        return cls(**data)
+        return cls(**_with_context(data))
+
+
+def _with_context(data: dict[str, Any]) -> dict[str, Any]:
+    found = data.get("context")
+    return {**data, "context": None if found is None else ContextCosts(**found)}
 
 
 def _check_costs(rows: tuple[int, ...], step_ms: tuple[float, ...]) -> None:

@@ -44,7 +44,7 @@ PENDING_ROWS = 2
 PROBE_SAMPLING = SamplingParams(temperature=0.7, top_p=0.95, ignore_eos=True, seed=1)
 """Close to what chats use, so that the probe pays for filters and draws too."""
 
-_PROBE = "2"
+_PROBE = "3"
 """Counts up when tables are measured otherwise than before."""
 
 Progress = Callable[[dict[str, Any]], None]

@@ -91,6 +91,7 @@ class CostLookup:
         """As given."""
         self._batches = _cleaned(table)
         self._by_requests: dict[int, StepCosts] = {}
+        self._contexts: dict[int, ContextCosts | None] = {}
 
     @property
     def id(self) -> str:
@@ -130,7 +131,7 @@ class CostLookup:
         Between two measured numbers of requests, costs at the same rows per request lie on the line between; beyond the
         last they go on as from the last two.
         """
-        base, extra = self._known(requests), self.table.context
+        base, extra = self._known(requests), self._context(requests)
         saved = self._saved(requests, requests if drafting is None else drafting)
         if is_filtered and drafting != 0:
             saved -= base.filtered_ms
@@ -145,6 +146,11 @@ class CostLookup:
         if requests not in self._by_requests:
             self._by_requests[requests] = self._base(requests)
         return self._by_requests[requests]
+
+    def _context(self, requests: int) -> ContextCosts | None:
+        if requests not in self._contexts:
+            self._contexts[requests] = _context_between(self._batches, requests) or self.table.context
+        return self._contexts[requests]
 
     def _saved(self, requests: int, drafting: int) -> float:
         """Milliseconds of drafts that a step of ``requests`` saves where only ``drafting`` of them draft.
@@ -202,9 +208,9 @@ def table_of(batches: Sequence[BatchCosts], *, pads_up: bool, context: ContextCo
     return CostTable(one.rows, one.step_ms, "measured", one.plain_ms, tuple(batches), pads_up, context)
 
 
-def context_costs(base: int, tokens: int, block: int, times: Sequence[tuple[float, float]]) -> ContextCosts:
-    """From (milliseconds behind ``base`` cached tokens, behind ``tokens``) of one request that verifies nothing, and of
-    one that verifies ``block`` drafts."""
+def context_costs(base: int, tokens: int, block: float, times: Sequence[tuple[float, float]]) -> ContextCosts:
+    """From (milliseconds behind ``base`` cached tokens in all, behind ``tokens``) of requests that verify nothing, and
+    of as many that verify ``block`` drafts each."""
     of_one, of_block = ((long - short) / (tokens - base) for short, long in times)
     by_row = max(0.0, (of_block - of_one) / block)
     return ContextCosts(base, max(0.0, of_one - by_row), by_row)
@@ -246,6 +252,31 @@ def _between(low: BatchCosts, high: BatchCosts, requests: int, pads_up: bool) ->
     plain = None if low.plain_ms is None or high.plain_ms is None else line(low.plain_ms, high.plain_ms)
     found = _with_hull(tuple(rows), tuple(accumulate(times, max)), pads_up, plain, requests)
     return replace(found, filtered_ms=max(0.0, line(low.filtered_ms, high.filtered_ms)))
+
+
+def _context_between(batches: Sequence[BatchCosts], requests: int) -> ContextCosts | None:
+    """Of the two measured numbers of requests around this one; None where no number has costs of its own.
+
+    What one more token of *every* request adds lies on the line between: few requests attend side by side, so that it
+    hardly rises with their number until the reading of all their tokens takes longest. Beyond the last number a token
+    costs what it does there.
+    """
+    known = [(batch.requests, batch.context) for batch in batches if batch.context is not None]
+    if not known:
+        return None
+    high = next((found for found in known if found[0] >= requests), known[-1])
+    low = next((found for found in reversed(known) if found[0] <= requests), known[0])
+    span = high[0] - low[0]
+    weight = (requests - low[0]) / span if span > 0 else 0.0
+
+    def line(name: str) -> float:
+        if span <= 0:
+            return getattr(high[1], name)
+        each_low, each_high = (getattr(costs, name) * count for count, costs in (low, high))
+        return (each_low + weight * (each_high - each_low)) / requests
+
+    base = round(requests * high[1].tokens / high[0])
+    return ContextCosts(base, line("ms_per_token"), line("ms_per_token_row"))
 
 
 def _with_hull(

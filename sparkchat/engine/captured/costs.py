@@ -1,5 +1,10 @@
 """What a captured step costs by its rows, requests and their context: the table that budgets are chosen by, from
-replays of requests that nobody made."""
+replays of requests that nobody made.
+
+What a cached token adds is measured for every number of requests: alone its attention is a chain of waits, among many
+it is bytes. By what it costs one request, steps of 32 on an H200 were foretold 40 % too long
+(benchmarks/results/2026-11-30-gpu-decode.md).
+"""
 
 from __future__ import annotations
 
@@ -12,8 +17,9 @@ from sparkchat.engine.cost_table import context_costs, table_of
 from sparkchat.params import BatchCosts, CostTable
 
 REPEATS = 9
-LONG_TOKENS = 8192
-"""A GPU reads a thousand cached tokens in some 50 microseconds, which a step of 5 milliseconds does not show."""
+LONG_TOKENS, LONG_TOKENS_OF_MANY = 8192, 2048
+"""Cached tokens of one request, and of each of several, behind a long context: a GPU reads a thousand in some 50
+microseconds, which a step of 5 milliseconds does not show."""
 _SAME_PLACE = 128
 """Both contexts end at the same place in every window and every compressed block."""
 MOST_POINTS = 24
@@ -36,14 +42,15 @@ def captured_costs(decoder: CapturedDecoder, block: int, counts: Sequence[int]) 
         # Filters cost by the laws that are drawn from; a middle number of rows stands for all.
         half = len(rows) // 2
         filtered_ms = max(0.0, time(count, True, rows[half], draws=Draws.FILTERED) - times[half])
-        batches.append(BatchCosts(count, rows, times, time(count, False, count), filtered_ms))
-    more = min(LONG_TOKENS, decoder.context - block - 2) // _SAME_PLACE * _SAME_PLACE
-    context = None
-    if more > 0:
-        pairs = [(time(1, True, rows), time(1, True, rows, 1 + more)) for rows in (1, block + 1)]
-        context = context_costs(1, 1 + more, block, pairs)
+        wanted = LONG_TOKENS if count == 1 else LONG_TOKENS_OF_MANY
+        more = min(wanted, decoder.room_for_strangers(count) - block - 2) // _SAME_PLACE * _SAME_PLACE
+        context = None
+        if more > 0:
+            pairs = [(times[i], time(count, True, rows[i], 1 + more)) for i in (0, -1)]
+            context = context_costs(count, count * (1 + more), rows[-1] / count - 1, pairs)
+        batches.append(BatchCosts(count, rows, times, time(count, False, count), filtered_ms, context))
     # Between rows that were left out a step up would be seen far too early.
-    return table_of(batches, pads_up=not is_thinned, context=context)
+    return table_of(batches, pads_up=not is_thinned)
 
 
 def thinned(rows: Sequence[int]) -> tuple[int, ...]:

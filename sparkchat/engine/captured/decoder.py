@@ -27,7 +27,7 @@ from sparkchat.engine.captured.ring import PinnedRing, RingSlot, new_event
 from sparkchat.engine.captured.seating import Seat, Seating
 from sparkchat.engine.captured.state import CAP, COMPACT, SHARED, STATIC
 from sparkchat.engine.captured.step import CapturedStep
-from sparkchat.engine.captured.strangers import strangers
+from sparkchat.engine.captured.strangers import room_each, strangers
 from sparkchat.engine.captured.tiers import request_tiers, round_up, row_tiers
 from sparkchat.engine.correction import correction_of, learn, refined_record
 from sparkchat.engine.lagged_lengths import BatchBudgets, choose_budgets, lengths_of
@@ -131,6 +131,10 @@ class CapturedDecoder:
         """Positions that a cache row has, of the target and of the drafter."""
         caches = (self._pair.cache, self._pair.draft_cache)
         return min(cache.context for cache in caches if cache is not None)
+
+    def room_for_strangers(self, count: int) -> int:
+        """Positions that each of so many requests that nobody made can have now (``time_stages``)."""
+        return min(self.context, room_each(self._step, count))
 
     @property
     def row_tiers(self) -> tuple[int, ...]:

@@ -1,19 +1,21 @@
 """Requests that nobody made, to time steps by: as many rows as asked for, each of another token.
 
 Rows of one token would be sent to the same few experts, and a step of many rows would seem to cost what one row costs.
-They live in the spare cache rows, and the seats are given back as they were.
+They live in cache rows that are free, or else in the spare ones, and the seats are given back as they were.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import fields
+from typing import Any
 
 import torch
 
 from sparkchat.engine.captured.state import COMPACT
 from sparkchat.engine.captured.step import CapturedStep
+from sparkchat.models.page_table import PAGE_SIZE
 from sparkchat.models.paged_cache import PagedCache
 
 _STRIDE = 7919
@@ -40,8 +42,6 @@ def strangers(
         "anchor": (place + 1) * _STRIDE % vocab,
         "kv_len": context,
         "remaining": _ENDLESS,
-        "cache_row": step.spare_row,
-        "draft_row": step.spare_draft_row,
         "temperature": 1.0,
         "top_k": 20 if is_filtered else 0,
         "top_p": 0.8 if is_filtered else 1.0,
@@ -59,19 +59,49 @@ def strangers(
         for request in range(count):
             # Even shares, the first requests having one more.
             words[s + request] = min(inputs.block, spare // count + (request < spare % count))
-    spares = [(step.pair.cache, step.spare_row), (step.pair.draft_cache, step.spare_draft_row)]
-    paged = [(cache, row) for cache, row in spares if isinstance(cache, PagedCache)]
+    end = context + inputs.block + 1
+    with ExitStack() as stack:
+        for name, cache, spare_row in (
+            ("cache_row", step.pair.cache, step.spare_row),
+            ("draft_row", step.pair.draft_cache, step.spare_draft_row),
+        ):
+            rows = torch.tensor(stack.enter_context(_places(cache, spare_row, count, end)), device=place.device)
+            numbers[name] = rows[place % len(rows)]
+        try:
+            for name in names:
+                getattr(seats, name)[:] = numbers[name]
+            inputs.device_words.copy_(words)
+            yield
+        finally:
+            for name in names:
+                getattr(seats, name).copy_(before[name])
+            inputs.device_words.zero_()
+
+
+def room_each(step: CapturedStep, count: int) -> int:
+    """Positions for which each of ``count`` requests finds pages of its own."""
+    caches = [cache for cache in (step.pair.cache, step.pair.draft_cache) if isinstance(cache, PagedCache)]
+    return min((cache.num_free_tokens // count // PAGE_SIZE * PAGE_SIZE for cache in caches), default=_ENDLESS)
+
+
+@contextmanager
+def _places(cache: Any, spare_row: int, count: int, end: int) -> Iterator[list[int]]:
+    """Cache rows with room for positions below ``end``: one for each of ``count`` requests as far as there is room, or
+    the spare one for all. Pages that several share would be read from the device's own cache."""
+    if not isinstance(cache, PagedCache):
+        yield [spare_row]
+        return
+    own: list[int] = []
     try:
-        for cache, row in paged:
-            # One page again and again would stay in the device's own cache.
-            cache.lend(row, context + inputs.block + 1)
-        for name in names:
-            getattr(seats, name)[:] = numbers[name]
-        inputs.device_words.copy_(words)
-        yield
+        while len(own) < count and cache.can_take(None, end):
+            own.append(cache.allocate())
+            cache.take(own[-1], end)
+        if own:
+            cache.publish()
+        else:
+            cache.lend(spare_row, end)
+        yield own or [spare_row]
     finally:
-        for cache, row in paged:
-            cache.lend(row, 0)
-        for name in names:
-            getattr(seats, name).copy_(before[name])
-        inputs.device_words.zero_()
+        for row in own:
+            cache.free(row)
+        cache.lend(spare_row, 0)
