@@ -177,28 +177,36 @@ def _fp8_groups(codes, BATCH: tl.constexpr):
 
 
 @triton.jit
+def _step_of(x_rows, x_part):
+    """Pointers [4, S * R, 32] to the first step of each row's part. Of all rows 32 inputs lie side by side in shared
+    memory, so that eight lanes read from all its banks; with rows of 128 inputs they would read from half of them."""
+    block, at = tl.arange(0, 4)[:, None, None], tl.arange(0, 32)[None, None, :]
+    return (x_rows + x_part * 128)[None, :, None] + block * 32 + at
+
+
+@triton.jit
 def _row_groups(x, SPLIT: tl.constexpr, ROWS: tl.constexpr):
-    """x [S * R, 128] -> eight [S, 16, R]: of each 32 inputs those that are first and second among a lane's eight"""
-    x = tl.permute(tl.reshape(x, (SPLIT, ROWS, 2, 2, 4, 2, 4)), (0, 4, 6, 1, 5, 3, 2))
+    """x [4, S * R, 32] -> eight [S, 16, R]: of each 32 inputs those that are first and second among a lane's eight"""
+    x = tl.permute(tl.reshape(x, (2, 2, SPLIT, ROWS, 4, 2, 4)), (2, 4, 6, 3, 5, 1, 0))
     return _eighths(tl.reshape(x, (SPLIT, 16, ROWS, 2, 2, 2)))
 
 
 @triton.jit
 def round_e4m3(x):
-    """x [n, 128] rounded as fp8 products round their input: e4m3, a power of two for each row's 128."""
+    """x [4, n, 32] rounded as fp8 products round their input: e4m3, a power of two for each row's 128."""
     wide = x.to(tl.float32)
-    most = tl.maximum(tl.max(tl.abs(wide), axis=1), 1e-4)
+    most = tl.maximum(tl.max(tl.max(tl.abs(wide), axis=2), axis=0), 1e-4)[None, :, None]
     bits = tl.div_rn(most, tl.full(most.shape, 448.0, tl.float32)).to(tl.int32, bitcast=True)
     power = (bits >> 23) + tl.where((bits & 0x7FFFFF) != 0, 1, 0)
     scale, inverse = (power << 23).to(tl.float32, bitcast=True), ((254 - power) << 23).to(tl.float32, bitcast=True)
-    y = wide * inverse[:, None]
+    y = wide * inverse
     # Adding and taking away 1.5 * 2^23 units of the last place of e4m3 rounds to it, ties to even.
     unit = tl.maximum(y.to(tl.int32, bitcast=True) & 0x7F800000, 121 << 23)
     magic = ((unit + (20 << 23)) | 0x00400000).to(tl.float32, bitcast=True)
     y = (y + magic) - magic
     y = tl.where(y > 448.0, 448.0, tl.where(y < -448.0, -448.0, y))
     # What is no number stays none.
-    return tl.where(tl.abs(wide) < float("inf"), y * scale[:, None], wide).to(x.dtype)
+    return tl.where(tl.abs(wide) < float("inf"), y * scale, wide).to(x.dtype)
 
 
 @triton.jit
@@ -260,7 +268,7 @@ def fp4_pairs(
     part = tl.arange(0, BATCH) % SPLIT
     at = (tl.arange(0, BATCH) // SPLIT * STEPS + part)[:, None]
     x_part = tl.arange(0, SPLIT * ROWS) // ROWS
-    x_at = (x_rows + x_part * 128)[:, None] + tl.arange(0, 128)[None, :]
+    x_at = _step_of(x_rows, x_part)
     codes_at = codes + at * 2048 + tl.arange(0, 2048)[None, :]
     scales_at = scales + at * 128 + tl.arange(0, 128)[None, :]
     one = tl.zeros((BATCH, 16, ROWS), tl.float32)
@@ -271,7 +279,8 @@ def fp4_pairs(
         is_step = (step + part < STEPS)[:, None]
         words = _fp4_groups(_load(codes_at + step * 2048, is_step, WHOLE), BATCH)
         factors = _fp4_scales(_load(scales_at + step * 128, is_step, WHOLE), BATCH)
-        x = tl.load(x_at + step * 128, mask=(is_row & (step + x_part < STEPS))[:, None], other=0.0)
+        is_x = is_row if WHOLE else is_row & (step + x_part < STEPS)
+        x = tl.load(x_at + step * 128, mask=is_x[None, :, None], other=0.0)
         if ROUND:
             x = round_e4m3(x)
         if LATE and not INTERPRETED:
@@ -331,7 +340,7 @@ def fp8_pairs(
     part = tl.arange(0, BATCH) % SPLIT
     at = tl.arange(0, BATCH) // SPLIT * STEPS + part
     x_part = tl.arange(0, SPLIT * ROWS) // ROWS
-    x_at = (x_rows + x_part * 128)[:, None] + tl.arange(0, 128)[None, :]
+    x_at = _step_of(x_rows, x_part)
     codes_at = codes + at[:, None] * 4096 + tl.arange(0, 4096)[None, :]
     one = tl.zeros((BATCH, 16, ROWS), tl.float32)
     two = tl.zeros((BATCH, 16, ROWS), tl.float32)
@@ -342,8 +351,8 @@ def fp8_pairs(
         one_words, two_words = _fp8_groups(_load(codes_at + step * 4096, is_step[:, None], WHOLE), BATCH)
         one_scale = _load(scales + 2 * (step + at), is_step, WHOLE)
         two_scale = _load(scales + 2 * (step + at) + 1, is_step, WHOLE)
-        is_x = is_row & (step + x_part < STEPS) & (ahead + x_part < PART)
-        x = tl.load(x_at + step * 128, mask=is_x[:, None], other=0.0)
+        is_x = is_row if WHOLE else is_row & (step + x_part < STEPS) & (ahead + x_part < PART)
+        x = tl.load(x_at + step * 128, mask=is_x[None, :, None], other=0.0)
         if ROUND:
             x = round_e4m3(x)
         if not INTERPRETED:
