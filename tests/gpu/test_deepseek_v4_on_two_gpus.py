@@ -24,7 +24,7 @@ from sparkchat.models.symmetric import SWITCH as SHARED_SUMS
 from sparkchat.params import GenerateRequest, LoadSpec, SamplingParams
 
 PROGRAM = Path(__file__).with_name("two_devices.py")
-SECONDS = {"cuda": 100, "cpu": 600}
+SECONDS = {"cuda": 300, "cpu": 600}
 """For a check, which takes a tenth of it. Behind them the program says where it stands, and ends."""
 WRITE = {
     "tiny": write_tiny_v4,
