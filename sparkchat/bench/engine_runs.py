@@ -11,7 +11,7 @@ from sparkchat.errors import EngineCrash, error_from_name
 from sparkchat.params import GenerateRequest, LoadSpec
 
 Event = dict[str, Any]
-Note = Callable[[str], None]
+Take = Callable[[Event], None]
 
 
 class EngineRun:
@@ -21,7 +21,7 @@ class EngineRun:
         self.info = info
         self._client = client
 
-    def answer(self, requests: Sequence[GenerateRequest], take: Callable[[Event], None]) -> list[dict[str, Any]]:
+    def answer(self, requests: Sequence[GenerateRequest], take: Take) -> list[dict[str, Any]]:
         """Send every request at once; events go to ``take``, results come back in the order of the requests."""
         results: dict[str, dict[str, Any]] = {}
         for request in requests:
@@ -33,7 +33,7 @@ class EngineRun:
                     results[event["id"]] = event["result"]
         return [results[request.id] for request in requests]
 
-    def ask(self, command: dict[str, Any], wanted: str, take: Callable[[Event], None]) -> Event:
+    def ask(self, command: dict[str, Any], wanted: str, take: Take) -> Event:
         """Send a command of the engine's and wait for the event that answers it."""
         self._client.send(command)
         while True:
@@ -58,15 +58,14 @@ class EngineRun:
 
 
 @contextmanager
-def engine_run(spec: LoadSpec, note: Note) -> Iterator[EngineRun]:
-    """Start an engine, wait until it is ready, and stop it at the end."""
+def engine_run(spec: LoadSpec, take: Take) -> Iterator[EngineRun]:
+    """Start an engine, wait until it is ready, and stop it at the end. ``take`` gets what it says while it loads."""
     with EngineClient(spec) as client:
         for event in client.events():
             if checked(event)["event"] == "ready":
                 yield EngineRun(client, event["info"])
                 return
-            if event["event"] in ("loading", "notice"):
-                note(event["message"])
+            take(event)
     raise EngineCrash("the engine ended while it was loading")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,14 +39,23 @@ class Equality:
 
 
 def compare(
-    run: EngineRun, arms: Sequence[Arm], chats: Sequence[Chat], together: int, tokens: int = NUM_TOKENS
+    run: EngineRun,
+    arms: Sequence[Arm],
+    chats: Sequence[Chat],
+    together: int,
+    tokens: int = NUM_TOKENS,
+    begin: Callable[[Arm], None] = lambda arm: None,
 ) -> dict[str, Equality]:
-    """Decode the first ``chats`` greedily with every arm, ``together`` at a time; the first arm is plain decoding."""
+    """Decode the first ``chats`` greedily with every arm, ``together`` at a time; the first arm is plain decoding.
+
+    ``begin`` is called with each arm before it answers.
+    """
     chats = chats[:NUM_CHATS]
     sampling = SamplingParams(temperature=0.0, max_tokens=min(tokens, NUM_TOKENS), ignore_eos=True)
     plain: list[dict[str, Any]] = []
     found: dict[str, Equality] = {}
     for arm in arms:
+        begin(arm)
         results: list[dict[str, Any]] = []
         for start in range(0, len(chats), together):
             results += answer(run, arm, requests_of(arm, chats[start : start + together], sampling), _ignore)

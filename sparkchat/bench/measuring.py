@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from sparkchat.bench.arms import Arm
@@ -62,6 +62,10 @@ class Tally:
             self.accepted += counts["num_accepted_draft_tokens"]
 
     @property
+    def tokens_per_second(self) -> float | None:
+        return self.tokens / self.seconds if self.seconds else None
+
+    @property
     def step_time_error(self) -> float | None:
         """By what share predicted steps are longer than measured ones, over all of them; None without predictions."""
         return _relative_error(self.predictions)
@@ -72,7 +76,7 @@ class Tally:
             "rounds": self.rounds,
             "rounds_thrown_away": self.thrown_away,
             "tokens": self.tokens,
-            "tokens_per_second": self.tokens / self.seconds if self.seconds else None,
+            "tokens_per_second": self.tokens_per_second,
             "tokens_per_second_per_user": _mean(self.user_speeds),
             "num_steps": self.steps,
             "acceptance_length": self.tokens / self.steps if self.steps else None,
@@ -84,32 +88,50 @@ class Tally:
         }
 
 
+Take = Callable[[Arm, Tally, float], None]
+"""(arm, its round, seconds that the round took with those that were thrown away)"""
+
+
 def measure(
     run: EngineRun,
     arms: Sequence[Arm],
     chats: Sequence[Chat],
     concurrency: int,
     sampling: SamplingParams,
-    say: Callable[[str], None],
-) -> dict[str, Tally]:
-    """Answer ``chats``, ``concurrency`` at a time, with every arm. Raises SparkchatError when an answer fails."""
-    tallies = {arm.name: Tally() for arm in arms}
+    take: Take,
+) -> None:
+    """Answer ``chats``, ``concurrency`` at a time, with every arm; each round goes to ``take`` as it comes.
+
+    Raises SparkchatError when an answer fails.
+    """
     order = list(arms)
     for number, start in enumerate(range(0, len(chats), concurrency)):
         group = chats[start : start + concurrency]
         for arm in order[number % len(order) :] + order[: number % len(order)]:
-            tally = tallies[arm.name]
-            for _ in range(MOST_TRIES):
-                made = run.num_graphs()
-                found = _round(run, arm, group, sampling)
-                if run.num_graphs() == made:
-                    break
-                tally.thrown_away += 1
-            else:
-                tally.thrown_away -= 1  # the last one counts whatever it did
+            began = time.perf_counter()
+            tally = _round_without_captures(run, arm, group, sampling)
+            take(arm, tally, time.perf_counter() - began)
+
+
+def merged(rounds: Iterable[Tally]) -> Tally:
+    """What these rounds came to together."""
+    whole = Tally()
+    for tally in rounds:
+        for field_ in fields(Tally):
+            setattr(whole, field_.name, getattr(whole, field_.name) + getattr(tally, field_.name))
+    return whole
+
+
+def _round_without_captures(run: EngineRun, arm: Arm, chats: Sequence[Chat], sampling: SamplingParams) -> Tally:
+    tally, made = Tally(), run.num_graphs()
+    for attempt in range(MOST_TRIES):
+        found = _round(run, arm, chats, sampling)
+        before, made = made, run.num_graphs()
+        if made == before or attempt == MOST_TRIES - 1:  # the last one counts whatever it did
             tally.add(*found)
-        say(f"{concurrency} together: {start + len(group)} of {len(chats)} prompts answered by every arm")
-    return tallies
+            break
+        tally.thrown_away += 1
+    return tally
 
 
 def answer(

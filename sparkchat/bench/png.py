@@ -16,8 +16,9 @@ CONVERTERS: dict[str, tuple[str, ...]] = {
 _SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
 
-def write_png(svg: Path, png: Path) -> str | None:
-    """Convert ``svg`` to ``png``; returns why there is no PNG, or None when there is one."""
+def write_png(svg: Path, png: Path, seconds: float = 60.0) -> str | None:
+    """Convert ``svg`` to ``png`` (0600), each converter given so long; returns why there is no PNG, or None when there
+    is one."""
     tried = []
     for program, arguments in CONVERTERS.items():
         found = shutil.which(program)
@@ -26,10 +27,11 @@ def write_png(svg: Path, png: Path) -> str | None:
         tried.append(program)
         command = [found, *(part.format(svg=svg, png=png) for part in arguments)]
         try:
-            subprocess.run(command, capture_output=True, timeout=60, check=True)
+            subprocess.run(command, capture_output=True, timeout=seconds, check=True)
         except (OSError, subprocess.SubprocessError):
             continue
         if png.is_file() and png.read_bytes()[:8] == _SIGNATURE:
+            png.chmod(0o600)
             return None
     if tried:
         return f"no PNG: {', '.join(tried)} could not read the SVG"

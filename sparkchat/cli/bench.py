@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
-from dataclasses import replace
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,23 +17,30 @@ import typer
 from sparkchat import environment, strict_json
 from sparkchat.bench.arms import Arm, chosen_arms, possible_arms
 from sparkchat.bench.bars import bars_of, told
-from sparkchat.bench.chats import held_out_chats, meaningless_chats
+from sparkchat.bench.chats import Chat, held_out_chats, meaningless_chats
 from sparkchat.bench.engine_runs import EngineRun, engine_run
 from sparkchat.bench.equality import Equality, compare
+from sparkchat.bench.files import write_private
 from sparkchat.bench.measuring import Tally, answer, measure, requests_of
 from sparkchat.bench.plot import throughput_svg
 from sparkchat.bench.png import write_png
 from sparkchat.bench.report import HEADER, SCHEMA, plot_lines, rows_of, table_rows
+from sparkchat.bench.sheet import Sheet
 from sparkchat.catalog import inner_drafter_kind
 from sparkchat.cli import arguments as a
+from sparkchat.cli.bench_progress import BenchProgress, bench_progress
 from sparkchat.cli.output import as_json, data, note, table
 from sparkchat.cli.prepare import prepare
 from sparkchat.config import RunConfig
-from sparkchat.errors import SparkchatError, UsageError
+from sparkchat.errors import NotEnoughDisk, SparkchatError, UsageError
 
 ON_CPU, ON_GPU = (1, 4), (1, 8, 16, 32, 64, 128, 256)
 _ROOM = 512
 """Tokens of context for the prompt, where requests share the memory."""
+_PATIENCE_SECONDS = 4.0
+"""How long an output that nobody reads may hold a program that was asked to end."""
+_PNG_SECONDS, _HASTE_SECONDS = 60.0, 3.0
+"""Of a converter; and of one that a signal waits for."""
 
 _OPTIONS = (
     a.LAWS
@@ -91,16 +102,22 @@ def bench(
     # The mode is each request's own; static measures nothing before it is asked to.
     mode = config.spec.mode if config.spec.drafter_path is None else "static"
     config = replace(config, spec=replace(config.spec, mode=mode, context=context, concurrency=counts[-1]))
-    report, differing = _measured(config, counts, names, prompts, tokens)
-    _tell(report, differing, json_)
-    if out is not None:
-        _write(report, out)
-    if differing:
-        first = next(iter(differing))
-        raise SparkchatError(
-            f"no speed-up is told of {', '.join(differing)}: greedy answers differ from plain decoding "
-            f"({first}: {differing[first].difference})"
-        )
+    from sparkchat.ui.answering import Signals
+
+    with Signals(_PATIENCE_SECONDS) as signals, bench_progress(config.verbose) as progress:
+        work = _Bench(config, counts, names, prompts, tokens, out, json_, progress)
+        try:
+            work.measure()
+        except BaseException:
+            # Whatever ended it, what was measured is kept; another signal ends that as well.
+            signals.is_noting = True
+            with suppress(OSError):
+                work.keep_and_tell(is_broken_off=True)
+            raise
+        signals.is_noting = True
+        work.keep_and_tell()
+        signals.raise_noted()
+    work.refuse_differing()
     return 0
 
 
@@ -114,27 +131,146 @@ def _counts(text: str | None, config: RunConfig) -> list[int]:
     return sorted({int(part) for part in parts})
 
 
-def _measured(
-    config: RunConfig, counts: list[int], names: list[str] | None, prompts: int, tokens: int
-) -> tuple[dict[str, Any], dict[str, Equality]]:
-    say = note if config.verbose else lambda text: None
-    with engine_run(config.spec, say) as run:
-        arms = chosen_arms(names, possible_arms(_kind(config), run.info["heads"]["confidence"], run.info["block_size"]))
-        most = max(prompts, counts[-1])
-        has_text = run.info["chat_template"] != "none"  # random weights come without a tokenizer
-        chats = held_out_chats(most) if has_text else meaningless_chats(most, run.info["vocab_size"])
-        sampling = replace(config.sampling, max_tokens=tokens, min_tokens=0, stop=(), ignore_eos=True)
-        is_comparable = config.spec.simulate_acceptance is None
-        for arm in arms:  # the first answers load, compile and measure what later ones find ready
-            answer(run, arm, requests_of(arm, chats[:1], replace(sampling, max_tokens=8)), lambda event: None)
-        equality = compare(run, arms, chats, counts[-1], tokens) if is_comparable and len(arms) > 1 else {}
-        tallies: dict[int, dict[str, Tally]] = {}
-        for together in counts:
-            number = math.ceil(max(prompts, together) / together) * together
-            group = [chats[n % len(chats)] for n in range(number)]
-            tallies[together] = measure(run, arms, group, together, sampling, say)
-        differing = {name: found for name, found in equality.items() if not found.is_equal}
-        return _report(config, run, arms, tallies, equality, tokens), differing
+@dataclass
+class _Bench:
+    """One run: what was asked, and what has come of it."""
+
+    config: RunConfig
+    counts: list[int]
+    names: list[str] | None
+    prompts: int
+    tokens: int
+    out: Path | None
+    as_json: bool
+    progress: BenchProgress
+    info: dict[str, Any] = field(default_factory=dict)
+    sheet: Sheet | None = None
+    """None until the arms are known."""
+    equality: dict[str, Equality] = field(default_factory=dict)
+    _lost: SparkchatError | None = None
+    """Why ``bench.json`` could not be written."""
+
+    def measure(self) -> None:
+        """Load, compare, and time every arm at every concurrency. Raises what ends the engine."""
+        config = self.config
+        with engine_run(config.spec, self.progress.take) as run:
+            self.info = run.info
+            possible = possible_arms(_kind(config), run.info["heads"]["confidence"], run.info["block_size"])
+            arms = chosen_arms(self.names, possible)
+            rounds = {together: math.ceil(max(self.prompts, together) / together) for together in self.counts}
+            self.sheet = Sheet([arm.name for arm in arms], rounds)
+            most = max(self.prompts, self.counts[-1])
+            has_text = run.info["chat_template"] != "none"  # random weights come without a tokenizer
+            chats = held_out_chats(most) if has_text else meaningless_chats(most, run.info["vocab_size"])
+            sampling = replace(config.sampling, max_tokens=self.tokens, min_tokens=0, stop=(), ignore_eos=True)
+            for number, arm in enumerate(arms, start=1):
+                # The first answers load, compile and measure what later ones find ready.
+                self.progress.prepare("first answers of every arm", number, len(arms))
+                answer(run, arm, requests_of(arm, chats[:1], replace(sampling, max_tokens=8)), self.progress.take)
+            if config.spec.simulate_acceptance is None and len(arms) > 1:
+                self._compare(run, arms, chats)
+            for together in self.counts:
+                group = [chats[n % len(chats)] for n in range(rounds[together] * together)]
+                measure(run, arms, group, together, sampling, partial(self._take, together))
+                if together != self.counts[-1]:
+                    self._keep()
+
+    def _compare(self, run: EngineRun, arms: list[Arm], chats: Sequence[Chat]) -> None:
+        def begin(arm: Arm) -> None:
+            self.progress.prepare("comparing greedy answers", arms.index(arm) + 1, len(arms))
+
+        self.equality = compare(run, arms, chats, self.counts[-1], self.tokens, begin)
+
+    def _take(self, together: int, arm: Arm, tally: Tally, seconds: float) -> None:
+        assert self.sheet is not None
+        self.sheet.add(together, arm.name, tally, seconds)
+        self.progress.measured(self.sheet, together, arm, tally)
+
+    @property
+    def _differing(self) -> dict[str, Equality]:
+        return {name: found for name, found in self.equality.items() if not found.is_equal}
+
+    def _keep(self) -> None:
+        """What there is, on disk. A disk that is full now may not be so later: the measuring goes on."""
+        if self.out is None:
+            return
+        before, self._lost = self._lost, _write_report(self._report(), self.out)
+        if self._lost is not None and before is None:
+            self.progress.say(f"{self._lost.message}; measuring goes on, and it is tried again")
+
+    def keep_and_tell(self, is_broken_off: bool = False) -> None:
+        """Files first, then stdout. Raises SparkchatError where the files cannot be written, unless ``is_broken_off``:
+        then something else is on its way."""
+        self.progress.close()
+        if self.sheet is None:
+            return
+        missing, has_rows = self.sheet.missing_in_words(), bool(self.sheet.tallies())
+        if missing:
+            note(f"ended early; not measured: {missing}" + ("" if has_rows else ", so there is nothing to tell"))
+        if not has_rows:
+            return
+        report = self._report()
+        if self.out is not None:
+            self._lost = _write_report(report, self.out) or _draw(report, self.out, is_broken_off)
+        _tell(report, list(self._differing), self.as_json)
+        if is_broken_off:
+            for problem in (self._refusal(), self._lost):
+                if problem is not None:
+                    note(problem.message)
+        elif self._lost is not None:
+            raise self._lost
+
+    def _refusal(self) -> SparkchatError | None:
+        differing = self._differing
+        if not differing:
+            return None
+        first = next(iter(differing))
+        return SparkchatError(
+            f"no speed-up is told of {', '.join(differing)}: greedy answers differ from plain decoding "
+            f"({first}: {differing[first].difference})"
+        )
+
+    def refuse_differing(self) -> None:
+        """Raises SparkchatError where an arm says something else than plain decoding."""
+        refusal = self._refusal()
+        if refusal is not None:
+            raise refusal
+
+    def _report(self) -> dict[str, Any]:
+        assert self.sheet is not None
+        config, info, s = self.config, self.info, self.config.sampling
+        missing = self.sheet.missing()
+        return {
+            "schema": SCHEMA,
+            "complete": not missing,
+            "missing": missing,
+            "model": info["model"],
+            "drafter": info["drafter"],
+            "block_size": info["block_size"],
+            "device": info["device"],
+            "processor": environment.processor(),
+            "cores": environment.num_cores(),
+            "load_average": list(os.getloadavg()),
+            "versions": info["versions"],
+            "temperatures": info["temperatures"],
+            "graphs": info["graphs"],
+            "dummy_weights": config.spec.dummy_weights,
+            "simulated": config.spec.simulate_acceptance,
+            "draft_temperature": config.spec.draft_temperature,
+            "refine": config.spec.refine,
+            "sampling": {
+                "temperature": s.temperature,
+                "top_p": s.top_p,
+                "top_k": s.top_k,
+                "min_p": s.min_p,
+                "repetition_penalty": s.repetition_penalty,
+                "max_tokens": self.tokens,
+            },
+            "arms": self.sheet.arms,
+            "equality": {name: found.to_json() for name, found in self.equality.items()},
+            "results": rows_of(self.sheet.tallies(), self.equality, info["kv_bytes_per_token"]),
+            "bars": bars_of(self.sheet.comparable(), list(self._differing)),
+        }
 
 
 def _kind(config: RunConfig) -> str | None:
@@ -145,47 +281,7 @@ def _kind(config: RunConfig) -> str | None:
     return inner_drafter_kind(Path(path)) or "dspark"
 
 
-def _report(
-    config: RunConfig,
-    run: EngineRun,
-    arms: list[Arm],
-    tallies: dict[int, dict[str, Tally]],
-    equality: dict[str, Equality],
-    tokens: int,
-) -> dict[str, Any]:
-    info, s = run.info, config.sampling
-    return {
-        "schema": SCHEMA,
-        "model": info["model"],
-        "drafter": info["drafter"],
-        "block_size": info["block_size"],
-        "device": info["device"],
-        "processor": environment.processor(),
-        "cores": environment.num_cores(),
-        "load_average": list(os.getloadavg()),
-        "versions": info["versions"],
-        "temperatures": info["temperatures"],
-        "graphs": info["graphs"],
-        "dummy_weights": config.spec.dummy_weights,
-        "simulated": config.spec.simulate_acceptance,
-        "draft_temperature": config.spec.draft_temperature,
-        "refine": config.spec.refine,
-        "sampling": {
-            "temperature": s.temperature,
-            "top_p": s.top_p,
-            "top_k": s.top_k,
-            "min_p": s.min_p,
-            "repetition_penalty": s.repetition_penalty,
-            "max_tokens": tokens,
-        },
-        "arms": [arm.name for arm in arms],
-        "equality": {name: found.to_json() for name, found in equality.items()},
-        "results": rows_of(tallies, equality, info["kv_bytes_per_token"]),
-        "bars": bars_of(tallies, [name for name, found in equality.items() if not found.is_equal]),
-    }
-
-
-def _tell(report: dict[str, Any], differing: dict[str, Equality], json_: bool) -> None:
+def _tell(report: dict[str, Any], differing: Sequence[str], json_: bool) -> None:
     if json_:
         as_json(report)
         return
@@ -195,7 +291,7 @@ def _tell(report: dict[str, Any], differing: dict[str, Equality], json_: bool) -
     if report["simulated"]:
         what.append(f"acceptance simulated: {report['simulated']}")
     data(", ".join(what))
-    table(HEADER, table_rows(report["results"], list(differing)))
+    table(HEADER, table_rows(report["results"], differing))
     for line in told(report["bars"]):
         data(line)
     ties = sum(found["near_ties"] for found in report["equality"].values())
@@ -213,15 +309,33 @@ def _make(folder: Path) -> None:
         raise UsageError(
             f"--out {folder} is no folder, and none can be made ({error.strerror}); give another"
         ) from None
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise UsageError(f"--out {folder} cannot be written to; give another folder")
 
 
-def _write(report: dict[str, Any], folder: Path) -> None:
-    svg = throughput_svg(plot_lines(report["results"]), f"{report['model']} on {report['device']}")
+def _write_report(report: dict[str, Any], folder: Path) -> SparkchatError | None:
+    """Write ``bench.json``; why that cannot be, or None."""
     try:
-        (folder / "bench.json").write_text(strict_json.dumps(report, indent=2) + "\n", encoding="utf-8")
-        (folder / "bench.svg").write_text(svg, encoding="utf-8")
+        write_private(folder / "bench.json", strict_json.dumps(report, indent=2) + "\n")
     except OSError as error:
-        raise SparkchatError(f"--out {folder} cannot be written ({error.strerror}); give another folder") from None
-    reason = write_png(folder / "bench.svg", folder / "bench.png")
+        return _unwritten(folder / "bench.json", error)
+    return None
+
+
+def _draw(report: dict[str, Any], folder: Path, is_in_haste: bool) -> SparkchatError | None:
+    """Write the plots; why that cannot be, or None."""
+    title = f"{report['model']} on {report['device']}" + ("" if report["complete"] else " (not complete)")
+    try:
+        write_private(folder / "bench.svg", throughput_svg(plot_lines(report["results"]), title))
+    except OSError as error:
+        return _unwritten(folder / "bench.svg", error)
+    reason = write_png(folder / "bench.svg", folder / "bench.png", _HASTE_SECONDS if is_in_haste else _PNG_SECONDS)
     if reason is not None:
         note(reason)
+    return None
+
+
+def _unwritten(path: Path, error: OSError) -> SparkchatError:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return NotEnoughDisk(f"{path} cannot be written: no space is left; free some, or give another --out")
+    return SparkchatError(f"{path} cannot be written ({error.strerror}); give another --out")

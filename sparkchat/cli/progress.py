@@ -29,14 +29,18 @@ STALL_SECONDS = 5.0
 @contextmanager
 def fetch_progress() -> Iterator[Progress]:
     """The kind of progress that fits stderr."""
-    is_bar = sys.stderr is not None and sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
-    progress: LineProgress | BarProgress = BarProgress() if is_bar else LineProgress()
+    progress: LineProgress | BarProgress = BarProgress() if can_draw() else LineProgress()
     watch = _StallWatch(progress)
     try:
         yield watch
     finally:
         watch.close()
         progress.close()
+
+
+def can_draw() -> bool:
+    """Whether stderr can show a line that changes."""
+    return sys.stderr is not None and sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
 
 
 class Meter:
@@ -71,10 +75,10 @@ def describe_transfer(what: str, done: int, total: int | None, meter: Meter) -> 
     rate, left = meter.rate(), meter.seconds_left(total)
     if rate is not None:
         text += f", {human(int(rate))}/s"
-    return text if left is None or total == done else f"{text}, {_in_words(left)} left"
+    return text if left is None or total == done else f"{text}, {in_words(left)} left"
 
 
-def _in_words(seconds: float) -> str:
+def in_words(seconds: float) -> str:
     if seconds < 90:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)

@@ -14,7 +14,7 @@ from sparkchat.bench.arms import Arm, chosen_arms, possible_arms
 from sparkchat.bench.bars import bars_of, told
 from sparkchat.bench.chats import held_out_chats, meaningless_chats
 from sparkchat.bench.equality import Equality, compare
-from sparkchat.bench.measuring import MOST_TRIES, Tally, measure
+from sparkchat.bench.measuring import MOST_TRIES, Tally, measure, merged
 from sparkchat.bench.plot import throughput_svg
 from sparkchat.bench.png import CONVERTERS, write_png
 from sparkchat.bench.report import HEADER, plot_lines, rows_of, table_rows
@@ -121,11 +121,23 @@ CHATS: list[Any] = [(f"prompt {n}", None) for n in range(4)]
 ARMS = [Arm("off", "off"), Arm("static", "static"), Arm("compact-no-table", "compact", by_table=False)]
 
 
+def rounds_of(run: FakeRun, arms: list[Arm], chats: list[Any], concurrency: int, **sampling: Any) -> dict[str, Tally]:
+    found: dict[str, list[Tally]] = {arm.name: [] for arm in arms}
+    taken: list[float] = []
+
+    def take(arm: Arm, tally: Tally, seconds: float) -> None:
+        found[arm.name].append(tally)
+        taken.append(seconds)
+
+    measure(run, arms, chats, concurrency, SamplingParams(**sampling), take)  # type: ignore[arg-type]
+    assert min(taken) > 0.0
+    return {name: merged(tallies) for name, tallies in found.items()}
+
+
 def test_a_round_that_captured_steps_is_thrown_away() -> None:
     run = FakeRun(lambda name, number: [1, 2, 3])
-    run.graphs = [3, 5, 5, 6, 6]  # before and after each round
-    sampling = SamplingParams(temperature=0.7, max_tokens=3)
-    tally = measure(run, ARMS[:1], CHATS[:2], 2, sampling, lambda text: None)["off"]  # type: ignore[arg-type]
+    run.graphs = [3, 5, 6, 6]  # before the first round, and after each
+    tally = rounds_of(run, ARMS[:1], CHATS[:2], 2, temperature=0.7, max_tokens=3)["off"]
     assert len(run.asked) == 6
     assert (tally.rounds, tally.thrown_away, tally.tokens) == (1, 2, 4)
     assert tally.to_json(1)["rounds_thrown_away"] == 2
@@ -134,15 +146,13 @@ def test_a_round_that_captured_steps_is_thrown_away() -> None:
 def test_the_last_try_counts_whatever_it_captured() -> None:
     run = FakeRun(lambda name, number: [1, 2, 3])
     run.graphs = list(range(100))
-    tally = measure(run, ARMS[:1], CHATS[:1], 1, SamplingParams(max_tokens=3), lambda text: None)["off"]  # type: ignore[arg-type]
+    tally = rounds_of(run, ARMS[:1], CHATS[:1], 1, max_tokens=3)["off"]
     assert (tally.rounds, tally.thrown_away) == (1, MOST_TRIES - 1)
 
 
 def test_arms_take_turns_over_the_same_prompts() -> None:
     run = FakeRun(lambda name, number: [1, 2, 3, 4, 5, 6])
-    sampling = SamplingParams(temperature=0.7, max_tokens=6, seed=5)
-    said: list[str] = []
-    tallies = measure(run, ARMS, CHATS, 2, sampling, said.append)  # type: ignore[arg-type]
+    tallies = rounds_of(run, ARMS, CHATS, 2, temperature=0.7, max_tokens=6, seed=5)
     order = [r.id.rsplit("-", 1)[0] for r in run.asked]
     assert order == ["off"] * 2 + ["static"] * 2 + ["compact-no-table"] * 2 + [
         *["static"] * 2, *["compact-no-table"] * 2, *["off"] * 2,
@@ -151,7 +161,6 @@ def test_arms_take_turns_over_the_same_prompts() -> None:
     assert [r.prompt for r in run.asked[:6]] == ["prompt 0", "prompt 1"] * 3
     # A chosen seed would have every request planned alone.
     assert {r.sampling.seed for r in run.asked} == {None}
-    assert len(said) == 2
     found = tallies["static"].to_json(kv_bytes_per_token=100)
     assert (found["rounds"], found["tokens"], found["num_steps"]) == (2, 20, 8)
     assert found["acceptance_length"] == 2.5
@@ -166,7 +175,7 @@ def test_an_answer_that_fails_ends_the_bench() -> None:
     run = FakeRun(lambda name, number: [])
     run.error = "the model's logits are not numbers"
     with pytest.raises(SparkchatError, match=r"arm off failed.*not numbers"):
-        measure(run, ARMS, CHATS, 2, SamplingParams(), lambda text: None)  # type: ignore[arg-type]
+        rounds_of(run, ARMS, CHATS, 2)
 
 
 def test_nothing_done_is_not_measured() -> None:

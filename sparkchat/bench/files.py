@@ -1,0 +1,24 @@
+"""Writes what a bench has to tell so that a reader, or a killed process, never leaves half of it."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+
+def write_private(path: Path, text: str) -> None:
+    """Replace ``path`` by a whole new file that its owner alone may read (0600).
+
+    Raises OSError, and then ``path`` is as it was.
+    """
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # created 0600
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
