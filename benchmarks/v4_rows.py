@@ -20,7 +20,7 @@ from sparkchat.kernels.compressor.kernel import Tile as PoolTile
 from sparkchat.kernels.compressor.kernel import launch_compress_rows
 from sparkchat.kernels.hyper import HyperWorkspace, StreamWeights, hyper_workspace
 from sparkchat.kernels.hyper.kernel import launch_connect_streams
-from sparkchat.kernels.hyper.plan import TRIED
+from sparkchat.kernels.hyper.plan import TRIED, TRIED_OF_MANY
 from sparkchat.kernels.indexer import IndexShape, index_scores_of
 from sparkchat.kernels.indexer.kernel import HALF_TILE as SCORE_TILE
 from sparkchat.kernels.indexer.kernel import Tile as ScoreTile
@@ -33,6 +33,7 @@ from sparkchat.kernels.latent_attention.kernel import (
     launch_write_latents,
 )
 from sparkchat.kernels.launch import overlap
+from sparkchat.kernels.ranks.exchange import MOST_ROWS
 
 D, STREAMS, LATENT, ROPE, HEADS, RING, WINDOW, TOPK = 4096, 4, 512, 64, 32, 256, 128, 512
 INDEX_HEADS, INDEX = 64, 128
@@ -57,7 +58,7 @@ def where(make: Maker, requests: int, rows: int, context: int) -> tuple[Tensor, 
 
 
 def stream_cases(make: Maker) -> Iterator[Case]:
-    for rows in (1, 6, 24, 64):
+    for rows in (1, 6, 24, 96, 384):
         each = 4 * 24 * STREAMS * D
         count = min(MOST_SETS, make.sets(each))
         weights = [
@@ -69,9 +70,10 @@ def stream_cases(make: Maker) -> Iterator[Case]:
         merged, mix, norm = torch.empty_like(streams), make.floats(rows, STREAMS * (STREAMS + 1)), make.floats(D)
         out, fixed = make.half(rows, D), (parts, mix, merged, mix, norm, 1e-6)
         variants: dict[str, Run] = {}
-        for plan in TRIED:
+        for plan in TRIED if rows <= MOST_ROWS else TRIED_OF_MANY:
             space = hyper_workspace(rows, D, make.device, plan=plan)
-            variants[f"{plan.programs} programs, {plan.warps} warps"] = partial(
+            tile = "" if rows <= MOST_ROWS else f", {plan.tile_rows} rows"
+            variants[f"{plan.programs} programs, {plan.warps} warps{tile}"] = partial(
                 _connect, streams=streams, weights=weights, space=space, fixed=(*fixed, out, None, None, plan)
             )
         yield Case(f"v4 streams {rows} rows", each + rows * D * (4 * STREAMS + 16 + 2), count, variants)

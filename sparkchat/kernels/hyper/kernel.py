@@ -11,8 +11,8 @@ every two streams, and what is read is a combination of streams. It is the sum o
 thousands of columns the roundings, which go up as often as down, cancel to a fraction of one of them.
 
 A program waits for its row's others, and for its like on other ranks. Programs start in the order of their rows, so
-those of the first row that is not done are on the card. Of many rows each half is a launch; the bits are the same, and
-a row's program is the same whatever rows are beside it.
+those of the first row that is not done are on the card. Of many rows each half has launches of its own (many.py); the
+bits are the same, and a row's program is the same whatever rows are beside it.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sparkchat.kernels.hyper.many import launch_merge_rows
 from sparkchat.kernels.hyper.pieces import (
     arrived,
     balance,
@@ -124,12 +125,12 @@ def _connect_streams(
     NUMBERS: tl.constexpr, READ: tl.constexpr, MIX: tl.constexpr, ITERATIONS: tl.constexpr, PARTS: tl.constexpr,
     PLACED: tl.constexpr, RANKS: tl.constexpr, MOST_ROWS: tl.constexpr, MOST_PROGRAMS: tl.constexpr,
     HAS_TAP: tl.constexpr, HAS_OUT: tl.constexpr, HAS_TAKEN: tl.constexpr, HAS_MIX: tl.constexpr, FIRST: tl.constexpr,
-    SECOND: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr,
+    FAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
-    # Where the halves are launches nothing is waited for.
-    MEETING: tl.constexpr = 2 if FIRST and SECOND else 0
+    # Where the first half was a launch of its own (many.py) nothing is waited for.
+    MEETING: tl.constexpr = 2 if FIRST else 0
     TYPE: tl.constexpr = streams_ptr.dtype.element_ty
     wait(PDL)
     sums_ptr += row * (PROGRAMS * (READ + MIX))
@@ -149,7 +150,7 @@ def _connect_streams(
             for stream in tl.static_range(STREAMS):
                 at = (merged_ptr if PARTS > 0 else streams_ptr) + (row * STREAMS + stream) * SIZE + column
                 xs = xs + (tl.load(at).to(tl.float32),)  # noqa: RUF005
-        if SECOND and (HAS_OUT or HAS_TAKEN):
+        if HAS_OUT or HAS_TAKEN:
             index = tl.arange(0, READ)
             scale = tl.load(scale_ptr + index, mask=index < STREAMS, other=0.0)
             base = tl.load(base_ptr + index, mask=index < STREAMS, other=0.0)
@@ -159,7 +160,7 @@ def _connect_streams(
                 row, column, xs, factors, totals, scale, base, out_ptr, taken_ptr, rms_eps, eps, norm_eps, TYPE, SIZE,
                 STREAMS, READ, HAS_OUT, HAS_TAKEN,
             )  # fmt: skip
-    elif SECOND:
+    else:
         if HAS_MIX:
             made = numbers_of(
                 sums_ptr, base_ptr, scale_ptr, round_, rms_eps, SIZE, STREAMS, PROGRAMS, READ, MIX, MEETING
@@ -202,7 +203,13 @@ def launch_connect_streams(
         raise ValueError(f"ranks exchange up to {MOST_ROWS} rows in a launch, not {num_rows}")
     parts, part_stride, row_stride, source, placed = _parts_of(output, streams)
 
-    def start(is_first: bool, is_second: bool) -> None:
+    sizes = {
+        "SIZE": width, "STREAMS": size, "COLUMNS": width // programs, "PROGRAMS": programs, "COUNT": count,
+        "NUMBERS": power_of_two(count), "READ": read, "MIX": mixed, "PARTS": parts, "PLACED": placed,
+        "num_warps": plan.warps,
+    }  # fmt: skip
+
+    def start(is_first: bool) -> None:
         launch(
             _connect_streams, (programs + 1, num_rows),
             streams, source, streams if mix is None else mix, streams if merged is None else merged,
@@ -212,22 +219,23 @@ def launch_connect_streams(
             streams if exchange is None else exchange.inboxes, streams if exchange is None else exchange.turns,
             part_stride, row_stride, 0 if tap is None else tap.stride(0), 0 if exchange is None else exchange.rank,
             weights.rms_eps, weights.eps, norm_eps,
-            SIZE=width, STREAMS=size, COLUMNS=width // programs, PROGRAMS=programs, COUNT=count,
-            NUMBERS=power_of_two(count), READ=read, MIX=mixed, ITERATIONS=weights.iterations, PARTS=parts,
-            PLACED=placed,
+            ITERATIONS=weights.iterations,
             RANKS=1 if exchange is None else exchange.ranks, MOST_ROWS=MOST_ROWS, MOST_PROGRAMS=MOST_PROGRAMS,
             HAS_TAP=tap is not None, HAS_OUT=out is not None, HAS_TAKEN=taken is not None,
-            HAS_MIX=next_mix is not None and not weights.is_head, FIRST=is_first, SECOND=is_second,
+            HAS_MIX=next_mix is not None and not weights.is_head, FIRST=is_first,
             # The interpreter runs no instructions of the card.
-            FAST=not triton.knobs.runtime.interpret, num_warps=plan.warps,
+            FAST=not triton.knobs.runtime.interpret, **sizes,
         )  # fmt: skip
 
     # The interpreter runs one program after the other, so that none may wait for another of its row.
     if num_rows > MOST_ROWS or (triton.knobs.runtime.interpret and not streams.is_cuda):
-        start(True, False)
-        start(False, True)
+        launch_merge_rows(
+            streams, source, mix, streams if merged is None else merged, tap, weights.fn, workspace.sums,
+            workspace.rounds, (part_stride, row_stride), weights.eps, weights.iterations, plan.tile_rows, **sizes,
+        )  # fmt: skip
+        start(False)
     else:
-        start(True, True)
+        start(True)
 
 
 def _parts_of(output: Tensor | PartList | None, streams: Tensor) -> tuple[int, int, int, Tensor, Any]:

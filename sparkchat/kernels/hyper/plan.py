@@ -1,6 +1,6 @@
 """How the columns of the streams are shared out among programs.
 
-Both numbers decide in what order a row's sums are added and follow from the width alone. What was measured:
+Programs and warps decide in what order a row's sums are added and follow from the width alone. What was measured:
 benchmarks/results/2026-11-30-v4-streams.md.
 """
 
@@ -20,6 +20,8 @@ class ConnectPlan:
     programs: int = 32
     """At most; a power of two."""
     warps: int = 4
+    tile_rows: int = 8
+    """Of many rows: how many a program takes one after the other. Changes no bit."""
 
     def of_width(self, hidden_size: int) -> ConnectPlan:
         """With as many programs as the width has pieces of some columns."""
@@ -31,6 +33,7 @@ class ConnectPlan:
 
 PLAN = ConnectPlan()
 TRIED = (PLAN, ConnectPlan(64, 2), ConnectPlan(64, 4), ConnectPlan(16, 8), ConnectPlan(32, 2))
+TRIED_OF_MANY = tuple(ConnectPlan(tile_rows=rows) for rows in (8, 2, 4, 16))
 
 
 def words_of(streams: int) -> tuple[int, int]:
