@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from sparkchat.catalog import load_profile
-from sparkchat.collector import STEP_OBJECTS, set_aside
+from sparkchat.collector import look_at_rest, take_over
 from sparkchat.engine.engine import Engine
 from sparkchat.params import GenerateRequest, LoadSpec, SamplingParams
 from sparkchat.paths import user_paths
@@ -48,10 +48,11 @@ def main() -> None:
     records: dict[str, list[dict[str, Any]]] = {name: [] for name in arms}
     for arm in arms.values():
         arm.answer(prompts[0])  # warm-up, not counted
-    set_aside(STEP_OBJECTS)  # as the engine's own process does
+    take_over()  # as the engine's own process does
     names = list(arms)
     for number, prompt in enumerate(prompts):
         for name in names[number % len(names) :] + names[: number % len(names)]:
+            look_at_rest()
             records[name].append(arms[name].answer(prompt))
         print(number + 1, {name: f"{records[name][-1]['tokens_per_second']:.1f}" for name in names}, flush=True)
     report = summarize(records, engine, options)

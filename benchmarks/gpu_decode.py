@@ -21,6 +21,7 @@ import random
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -38,7 +39,7 @@ from gpu_report import table  # noqa: E402
 from gpu_state import Probe, breakdown, clocks  # noqa: E402
 from gpu_timing import machine  # noqa: E402
 
-from sparkchat.collector import STEP_OBJECTS, set_aside  # noqa: E402
+from sparkchat.collector import hand_back, take_over  # noqa: E402
 from sparkchat.engine import engine as engine_module  # noqa: E402
 from sparkchat.engine.captured.build import build_decoder  # noqa: E402
 from sparkchat.engine.engine import Engine  # noqa: E402
@@ -55,6 +56,7 @@ PLAIN_GB, ROUND_GB = 15.137, 19.1
 """Bytes that a plain step and a DSpark round read at the least: all weights but the embedding table; and the drafter's
 layers, its feature projection, the head a second time and the Markov head once for each draft."""
 MODES = ("off", "static", "compact", "cap-accept")
+KEPT = ("step_ms", "gpu_idle_ms", "draft_ms", "verify_ms", "graph")
 
 
 @triton.jit
@@ -88,11 +90,11 @@ def opened(**settings: Any) -> Iterator[Engine]:
     """An engine of random weights in the shapes, and its memory given back."""
     spec = {"device": "cuda", "context": 2304, "dummy_weights": True, "concurrency": 1, **settings}
     engine = Engine(LoadSpec("qwen3-8b", str(SHAPES), **spec))
-    set_aside(STEP_OBJECTS)  # as the engine's own process does
+    take_over()  # as the engine's own process does
     try:
         yield engine
     finally:
-        gc.unfreeze()
+        hand_back()
         engine.close() if hasattr(engine, "close") else None
         del engine
         gc.collect()
@@ -130,13 +132,16 @@ def measure(
     torch.cuda.synchronize()
     collected = CollectorTimes()
     gc.callbacks.append(collected)
-    records, tokens, began, states = [], 0, time.perf_counter(), []
+    alone, rows, tokens, began, states = [], [], 0, time.perf_counter(), []
     for number in range(steps):
         if number == steps // 2:
             states.append(clocks())
         for event in engine.step():
             if event["event"] == "step":
-                records.append(event)
+                # The engine's own process keeps no event: the collector would look at all of them.
+                if len(rows) % batch == 0:
+                    alone.append({name: event[name] for name in KEPT})
+                rows.append(event["rows"])
                 tokens += len(event["committed_ids"])
         if len(engine._scheduler.decoding) < batch:
             break
@@ -144,13 +149,12 @@ def measure(
     torch.cuda.synchronize()
     elapsed = time.perf_counter() - began
     gc.callbacks.remove(collected)
-    walls = longest_waits(records[::batch])
+    walls = longest_waits(alone)
     probed = probe().run()
     for n in range(batch):
         engine.cancel(f"r{n}")
     engine.step()
-    num_steps = len(records) // batch
-    alone = records[::batch]
+    num_steps = len(rows) // batch
     busy = [r["step_ms"] - (r["gpu_idle_ms"] or 0.0) for r in alone]
     idle = [r["gpu_idle_ms"] for r in alone if r["gpu_idle_ms"] is not None]
     return {
@@ -163,21 +167,23 @@ def measure(
         "verify_ms": statistics.median(r["verify_ms"] or 0.0 for r in alone),
         "idle_share": sum(idle) / max(1e-9, sum(busy) + sum(idle)),
         "tokens_per_second": tokens / elapsed,
-        "tokens_per_step": tokens / max(1, len(records)),
-        "rows": statistics.mean(r["rows"] for r in records),
+        "tokens_per_step": tokens / max(1, len(rows)),
+        "rows": statistics.mean(rows),
         "graphs": bool(alone[-1]["graph"]["replayed"]),
         "longest_idle_ms": walls,
         "longest_collections_ms": sorted(collected.times, reverse=True)[:5],
+        "collections": dict(Counter(collected.generations)),
         "state": {**states[0], **probed},
         "state_at_end": states[-1],
     }
 
 
 class CollectorTimes:
-    """How long Python's collector held the host up, in milliseconds."""
+    """How long Python's collector held the host up, in milliseconds, and what it looked at: 0 for what was new."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
+        self.generations: list[int] = []
         self._began = 0.0
 
     def __call__(self, phase: str, details: dict[str, int]) -> None:
@@ -185,6 +191,7 @@ class CollectorTimes:
             self._began = time.perf_counter()
         else:
             self.times.append((time.perf_counter() - self._began) * 1e3)
+            self.generations.append(details["generation"])
 
 
 def longest_waits(records: list[dict[str, Any]]) -> list[tuple[int, float, str]]:

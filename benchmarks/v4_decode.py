@@ -35,7 +35,7 @@ import v4_shapes  # noqa: E402
 import v4_table  # noqa: E402
 from v4_rank import lone_rank  # noqa: E402
 
-from sparkchat.collector import STEP_OBJECTS, set_aside  # noqa: E402
+from sparkchat.collector import hand_back, take_over  # noqa: E402
 from sparkchat.engine import engine as engine_module  # noqa: E402
 from sparkchat.engine.captured.build import build_decoder  # noqa: E402
 from sparkchat.engine.engine import Engine  # noqa: E402
@@ -114,11 +114,11 @@ class Bench:
         group = getattr(getattr(engine.pair.target, "inner", engine.pair.target), "group", None)
         told = {"load_ms": engine.load_ms, "kernels": engine.info["kernels"], "sums": type(group).__name__}
         self.add(part, "start", seconds=time.perf_counter() - began, **told, **graphs_of(engine))
-        set_aside(STEP_OBJECTS)  # as the engine's own process does
+        take_over()  # as the engine's own process does
         try:
             yield engine
         finally:
-            gc.unfreeze()
+            hand_back()
             if engine._captured is not None:
                 engine._captured.drain(engine.mode)
                 engine._captured.stages.close()
@@ -186,11 +186,14 @@ def measure(engine: Engine, batch: int, mode: str, steps: int, context: int, sti
         if quiet == still:
             break
     settle(engine)
-    records, tokens, captured, began = [], 0, stages.seconds, time.perf_counter()
+    alone, rows, tokens, captured, began = [], [], 0, stages.seconds, time.perf_counter()
     for _ in range(steps):
         for event in engine.step():
             if event["event"] == "step":
-                records.append(event)
+                # The engine's own process keeps no event: the collector would look at all of them.
+                if len(rows) % batch == 0:
+                    alone.append({name: event[name] for name in ("step_ms", "gpu_idle_ms", "draft_ms", "verify_ms")})
+                rows.append(event["rows"])
                 tokens += len(event["committed_ids"])
         if len(engine._scheduler.decoding) < batch:
             break
@@ -199,9 +202,8 @@ def measure(engine: Engine, batch: int, mode: str, steps: int, context: int, sti
     for n in range(batch):
         engine.cancel(f"r{n}")
     engine.step()
-    alone = records[::batch]
     busy = [r["step_ms"] - (r["gpu_idle_ms"] or 0.0) for r in alone]
-    per_step = tokens / max(1, len(records))
+    per_step = tokens / max(1, len(rows))
     return {
         "batch": batch,
         "mode": mode,
@@ -213,7 +215,7 @@ def measure(engine: Engine, batch: int, mode: str, steps: int, context: int, sti
         "verify_ms": statistics.median(r["verify_ms"] or 0.0 for r in alone),
         "tokens_per_second": tokens / elapsed,
         "tokens_per_step": per_step,
-        "rows": statistics.mean(r["rows"] for r in records),
+        "rows": statistics.mean(rows),
     }
 
 

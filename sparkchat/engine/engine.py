@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from sparkchat.collector import look_between_steps
 from sparkchat.engine import loading
 from sparkchat.engine.admission import Admission
 from sparkchat.engine.captured.build import build_decoder, reason_against, request_reason, warm_up
@@ -96,6 +97,7 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> list[Event]:
         """One prompt chunk, if any prompt waits, and one decode step for all that decode."""
+        look_between_steps()
         events = [
             self._resumed_event(state) if state.times_aside else self._start_event(state)
             for state in self._scheduler.admit()

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from struct import calcsize, pack, unpack
 
 import numpy as np
 
@@ -23,15 +24,18 @@ PAST_BLOCKS = 8
 """Blocks that a budget is chosen by, of all requests together: the confidences of a single past block say little of the
 coming one, those of many requests say enough at once."""
 
+_DOUBLE = calcsize("d")
+
 
 @dataclass
 class StaleSurvival:
     """The survivals of one request's last rounds, by round."""
 
-    by_round: dict[int, tuple[float, ...]] = field(default_factory=dict)
+    by_round: dict[int, bytes] = field(default_factory=dict)
+    """As doubles: of bytes nothing is left for the collector to look at, of tuples ten a request."""
 
     def keep(self, round_: int, survival: Sequence[float]) -> None:
-        self.by_round[round_] = tuple(survival)
+        self.by_round[round_] = pack(f"{len(survival)}d", *survival)
         for old in [r for r in self.by_round if r <= round_ - LAG - PAST_BLOCKS]:
             del self.by_round[old]
 
@@ -40,7 +44,8 @@ class StaleSurvival:
 
         Where that round drafted nothing, all drafts count as certain; where only the older one did not, the newest do.
         """
-        found = self.by_round.get(round_ - LAG - back, ()) or self.by_round.get(round_ - LAG, ())
+        kept = self.by_round.get(round_ - LAG - back, b"") or self.by_round.get(round_ - LAG, b"")
+        found = unpack(f"{len(kept) // _DOUBLE}d", kept)
         return (*found[:block], *([1.0 if not found else found[-1]] * (block - len(found))))
 
 

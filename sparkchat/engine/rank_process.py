@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sparkchat.collector import STEP_OBJECTS, set_aside
+from sparkchat.collector import look_between_steps, take_over
 from sparkchat.engine.captured.build import StepShape, open_step
 from sparkchat.engine.captured.shared import FollowedSteps, own_stages
 from sparkchat.engine.pair import LoadedPair
@@ -156,10 +156,11 @@ def _follow(channel: Channel) -> None:
     channel.send({"event": "started"})
     group = join_group(join["meeting"], join["rank"], join["size"], device)
     follower = Follower(group, device, channel.commands.get())
-    set_aside(STEP_OBJECTS)
+    take_over()
     channel.send({"event": "loaded"})
-    while (command := channel.commands.get())["op"] != "leave":
+    while (command := channel.next_command())["op"] != "leave":
         follower.obey(command)
+        look_between_steps()
     follower.close()
     dist.destroy_process_group()
 

@@ -14,7 +14,7 @@ import threading
 import traceback
 from typing import Any
 
-from sparkchat.collector import STEP_OBJECTS, set_aside
+from sparkchat.collector import REST_SECONDS, look_at_rest, take_over
 from sparkchat.errors import NotEnoughMemory, SparkchatError
 from sparkchat.params import GenerateRequest, LoadSpec
 from sparkchat.strict_json import dumps, loads
@@ -33,6 +33,14 @@ class Channel:
             os.set_inheritable(fd, False)
         self.commands: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         threading.Thread(target=self._read_commands, name="commands", daemon=True).start()
+
+    def next_command(self) -> dict[str, Any]:
+        """Waits for the next command; while none comes there is time to look for garbage."""
+        try:
+            return self.commands.get(timeout=REST_SECONDS)
+        except queue.Empty:
+            look_at_rest()
+        return self.commands.get()
 
     def send(self, *events: Event) -> None:
         data = "".join(dumps(event) + "\n" for event in events).encode()
@@ -95,11 +103,11 @@ def _is_out_of_memory(error: Exception) -> bool:
 def _serve(channel: Channel) -> None:
     spec = LoadSpec.from_json(channel.commands.get()["spec"])
     engine = _load(spec, channel)
-    set_aside(STEP_OBJECTS)
+    take_over()
     channel.send({"event": "ready", "info": engine.info})
     while True:
         while not engine.has_work or not channel.commands.empty():
-            if not _obey(engine, channel.commands.get(), channel):
+            if not _obey(engine, channel.next_command(), channel):
                 return
         channel.send(*engine.step())
 
@@ -151,14 +159,19 @@ def _obey(engine: Any, command: dict[str, Any], channel: Channel) -> bool:
 
 def _submit(engine: Any, data: Any) -> list[Event]:
     """The events of a new request; a request that is none ends at once with the reason."""
+    # An error kept in a variable of the function that it went through is a circle: both live on until they are found.
     try:
         return engine.submit(GenerateRequest.from_json(data))
     except SparkchatError as error:
-        reason = error
+        return [engine.refuse(_id_of(data), error)]
     except (MemoryError, RuntimeError):
         raise  # of the device, not of the request
     except Exception as error:
         # A boundary too: nothing of the request has run, so the engine is as sound as before.
         _log_exception()
-        reason = SparkchatError(f"the request cannot be read ({type(error).__name__}: {error}); check its fields")
-    return [engine.refuse(data.get("id") if isinstance(data, dict) else None, reason)]
+        reason = f"the request cannot be read ({type(error).__name__}: {error}); check its fields"
+    return [engine.refuse(_id_of(data), SparkchatError(reason))]
+
+
+def _id_of(data: Any) -> Any:
+    return data.get("id") if isinstance(data, dict) else None

@@ -70,6 +70,7 @@ class Quiet:
         self.commands.put({"spec": LoadSpec(name="tiny", model_path="none").to_json()})
         self.commands.put({"op": "shutdown"})
         self.told: list[str] = []
+        self.next_command = self.commands.get
 
     def send(self, *events: Record) -> None:
         self.told += [event["event"] for event in events]
@@ -78,7 +79,7 @@ class Quiet:
 def test_what_was_loaded_is_set_aside_before_the_first_request(monkeypatch: pytest.MonkeyPatch) -> None:
     channel = Quiet()
     monkeypatch.setattr(worker, "_load", lambda spec, channel: SimpleNamespace(info={}, has_work=False))
-    monkeypatch.setattr(worker, "set_aside", lambda count: channel.told.append("set aside"))
+    monkeypatch.setattr(worker, "take_over", lambda: channel.told.append("set aside"))
     worker._serve(channel)  # type: ignore[arg-type]
     assert channel.told == ["set aside", "ready"]
 
