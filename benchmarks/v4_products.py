@@ -51,6 +51,8 @@ LINEARS = (
 )
 """Outputs, inputs, whether the inputs may be summed in parts. wo_a: all groups of heads in one launch."""
 ROWS = (1, 6, 16, 64)
+MANY = (24, 96, 384)
+"""Rows that products with 8 bits are timed for besides"""
 FP4_SCALE = 120
 """e8m0: 2^-7, as made-up weights have it."""
 
@@ -67,12 +69,11 @@ def linear_cases(make: Maker) -> Iterator[Case]:
         count = make.sets(out * size)
         weights = [tiles_of(make, out, size) for _ in range(count)]
         plain = [make.half(out, size) for _ in range(make.sets(2 * out * size))] if make.is_real else []
-        for rows in ROWS:
+        for rows in (*ROWS, *MANY):
             plans = tried(out, size, rows, has_parts)
             # One row runs the program of six; sixteen rows are timed with the plan in use alone.
-            yield linear_case(
-                make, f"{name} {rows} rows", weights, plain, rows, plans if rows in (6, 64) else plans[:1], has_parts
-            )  # fmt: skip
+            some = plans if rows in (6, *MANY) else plans[:1]
+            yield linear_case(make, f"{name} {rows} rows", weights, plain, rows, some, has_parts)
 
 
 JOINT = (("input of a sparse layer", 2624, 2560), ("input of a dense layer", 1024, None))
@@ -140,7 +141,10 @@ def linear_case(
         to = torch.empty(shape, dtype=torch.float32 if has_parts else HALF, device=make.device)
         return lambda i: launch_fp8_linear(x, weights[i], to, 1, False, plan)
 
-    variants = {f"warps {p.warps} split {p.splits} stages {p.stages}": runner(p) for p in plans}
+    variants = {
+        f"warps {p.warps} split {p.splits} stages {p.stages} pairs {p.pairs} rows {p.row_tile(rows)}": runner(p)
+        for p in plans
+    }
     # cuBLAS with the same weight in bfloat16, which is what unpacking once would run: twice the bytes.
     peer = (lambda i: _drop(F.linear(x, plain[i % len(plain)]))) if plain else None
     return Case(name, out * size, len(weights), variants, peer)

@@ -10,7 +10,7 @@ import torch
 from kernels.agreement import assert_same_sums
 from sparkchat.kernels.fp8 import TiledFp8, fp8_linear, takes
 from sparkchat.kernels.fp8.kernel import launch_fp8_linear
-from sparkchat.kernels.fp8.plan import plan_of, tried
+from sparkchat.kernels.fp8.plan import plan_for_rows, plan_of, tried
 from sparkchat.kernels.fp8.reference import fp8_linear_reference, rounded_e4m3
 from sparkchat.kernels.gemm.reference import dequantise
 from sparkchat.kernels.tiles.packing import taken_apart
@@ -136,3 +136,25 @@ def test_what_does_not_fit_is_refused(device: torch.device) -> None:
         fp8_linear(torch.zeros(2, 128), weight, torch.zeros(2, 32))
     with pytest.raises(ValueError, match="side by side"):
         fp8_linear(torch.zeros(256, 2).T, weight, torch.zeros(2, 32))
+
+
+@pytest.mark.parametrize(("pairs", "most_rows", "groups"), [(2, 32, 2), (4, 64, 1)])
+def test_programs_of_several_pairs_give_the_same_bits(
+    pairs: int, most_rows: int, groups: int, device: torch.device
+) -> None:
+    weight, x = weight_of(128, 512, device), torch.randn(70, 512 * groups, device=device, dtype=half(device))
+    plan = plan_of(128, 512, False)
+    outs = torch.full((2, 70, 128), NAN, device=device)
+    launch_fp8_linear(x, weight, outs[0], groups, False, plan)
+    launch_fp8_linear(x, weight, outs[1], groups, False, replace(plan, pairs=pairs, most_rows=most_rows, stages=3))
+    assert_same_sums(outs[0], outs[1])
+
+
+def test_many_rows_leave_the_order_of_sums() -> None:
+    for out, size, has_parts in ((24576, 1024, False), (4096, 4096, False), (4096, 4096, True), (96, 256, False)):
+        plan = plan_of(out, size, has_parts)
+        for rows in (17, 96, 384):
+            many = plan_for_rows(out, size, has_parts, rows, outs_of_group=out // 2)
+            assert (many.warps, many.splits) == (plan.warps, plan.splits)
+            assert (out // 2) % (32 * many.pairs) == 0 or many.pairs == 1
+    assert plan_for_rows(24576, 1024, False, 384).pairs == 4 and plan_for_rows(24576, 1024, False, 6).pairs == 1

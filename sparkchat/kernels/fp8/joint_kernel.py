@@ -12,7 +12,6 @@ import triton.language as tl
 from torch import Tensor
 
 from sparkchat.kernels.fp8.kernel import fp8_tile
-from sparkchat.kernels.fp8.plan import row_tile
 from sparkchat.kernels.launch import launch, power_of_two, prefetch, wait
 from sparkchat.kernels.tiles.packing import OUTS, STEP
 from sparkchat.kernels.tiles.product import call_ahead
@@ -94,7 +93,7 @@ def _joint_product(
         wait(PDL)
         fp8_tile(
             x_ptr, codes_ptr, scales_ptr, out_ptr, num_rows, x_stride, out_stride, part_stride, PAIRS * 32, pair, part,
-            program // (PAIRS * SPLITS) * ROWS, STEPS, PART, ROWS, WARPS, STAGES, ROUND,
+            program // (PAIRS * SPLITS) * ROWS, STEPS, PART, ROWS, WARPS, 1, STAGES, ROUND,
         )  # fmt: skip
 
 
@@ -105,7 +104,7 @@ def launch_joint(
     from sparkchat.kernels.fp8.joint import PLAIN_OUTS
 
     (outs, size), count, num_plain = product.codes.shape, x.shape[0], product.plain.shape[0]
-    rows, plain_rows = row_tile(count, is_rounded), max(_LEAST_ROWS, min(_MOST_ROWS, power_of_two(count)))
+    rows, plain_rows = plan.codes.row_tile(count, is_rounded), max(_LEAST_ROWS, min(_MOST_ROWS, power_of_two(count)))
     tiles, pairs = -(-num_plain // PLAIN_OUTS), outs // (2 * OUTS)
     plain_programs = tiles * plan.plain_splits * -(-count // plain_rows)
     launch(

@@ -6,15 +6,19 @@ and the rows of a tile are speed. Plans are the best of benchmarks/results/2026-
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from sparkchat.kernels.tiles.packing import OUTS, STEP
 
 MULTIPROCESSORS = 132
 """Of an H200; plans are meant for it and right on any card."""
-ROW_TILES = (8, 16, 32)
+ROW_TILES = (8, 16, 32, 64)
 """Rows of a tile; more rows take several tiles, which find the weight in the L2 cache."""
+
+MANY_ROWS, MOST_PAIRS = 17, 4
+"""From so many rows on a program takes several pairs of tiles, up to so many: with one, more bytes of activations than
+of codes come from the L2 cache, 32 outputs at a time (benchmarks/results/2026-11-30-v4-machine-code.md)."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,15 @@ class Fp8Plan:
     """Parts of the inputs summed apart, by programs of their own."""
     stages: int
     """Depth of the pipeline of loads."""
+    pairs: int = 1
+    """Pairs of tiles of a program, ``warps`` warps each, which read the same rows: a power of two."""
+    most_rows: int = 32
+    """Of a tile."""
+
+    def row_tile(self, rows: int, is_rounded: bool = False) -> int:
+        """Rows of a tile for so many rows; rounding the largest takes more registers than there are."""
+        most = min(self.most_rows, 16) if is_rounded else self.most_rows
+        return next((tile for tile in ROW_TILES if tile >= min(rows, most)), ROW_TILES[-1])
 
     def part(self, size: int) -> int:
         """Steps of 128 inputs of a part."""
@@ -35,6 +48,8 @@ class Fp8Plan:
 
 TRIED = ((1, 4), (1, 6), (2, 3), (2, 4), (2, 5), (4, 2), (4, 3), (4, 4), (8, 3))
 """Warps and stages."""
+TRIED_OF_MANY = ((2, 32, 3), (4, 32, 2), (4, 32, 3), (4, 64, 2), (4, 64, 3), (8, 32, 2), (8, 32, 3))
+"""Pairs, rows of a tile, stages for many rows."""
 _MOST_SHARED = 225_000
 
 
@@ -54,26 +69,44 @@ def plan_of(out: int, size: int, has_parts: bool = True) -> Fp8Plan:
     return Fp8Plan(warps, splits, stages)
 
 
-def row_tile(rows: int, is_rounded: bool = False) -> int:
-    """Rows of a tile for so many rows; rounding the largest takes more registers than there are."""
-    tiles = ROW_TILES[:-1] if is_rounded else ROW_TILES
-    return next((tile for tile in tiles if rows <= tile), tiles[-1])
+def plan_for_rows(
+    out: int, size: int, has_parts: bool, rows: int, is_rounded: bool = False, outs_of_group: int | None = None
+) -> Fp8Plan:
+    """The plan of a weight [out, size] for so many rows, with the sums of ``plan_of``. Outputs of a group read the same
+    inputs; a program's must be of one."""
+    plan = plan_of(out, size, has_parts)
+    if is_rounded or rows < MANY_ROWS:
+        return plan
+    pairs, width = 1, outs_of_group or out
+    programs = out // (2 * OUTS) * plan.splits * -(-rows // plan.row_tile(rows))
+    while pairs < MOST_PAIRS and programs // (2 * pairs) >= 1.4 * MULTIPROCESSORS and width % (4 * OUTS * pairs) == 0:
+        pairs *= 2
+    return replace(plan, pairs=pairs, stages=3) if pairs > 1 else plan
 
 
-def num_programs(out: int, rows: int, is_rounded: bool) -> int:
-    """Of a product of so many outputs and rows, all inputs summed by one program."""
-    return out // (2 * OUTS) * -(-rows // row_tile(rows, is_rounded))
+def num_programs(out: int, size: int, rows: int, is_rounded: bool) -> int:
+    """Of a product of so many outputs, inputs and rows, all inputs summed by one program."""
+    plan = plan_for_rows(out, size, False, rows, is_rounded)
+    return out // (2 * OUTS * plan.pairs) * -(-rows // plan.row_tile(rows, is_rounded))
 
 
 def shared_bytes(plan: Fp8Plan, rows: int, bytes_of_step: int = 2 * 16 * STEP) -> int:
     """Shared memory of a program, nearly."""
-    return plan.stages * plan.warps * (bytes_of_step + row_tile(rows) * STEP * 2)
+    return plan.stages * plan.warps * (plan.pairs * bytes_of_step + plan.row_tile(rows) * STEP * 2)
 
 
 def tried(out: int, size: int, rows: int, has_parts: bool) -> list[Fp8Plan]:
     """Plans worth timing for a weight [out, size], the one in use first."""
-    used, steps = plan_of(out, size, has_parts), size // STEP
+    used, steps = plan_for_rows(out, size, has_parts, rows), size // STEP
     splits = [n for n in (used.splits // 2, used.splits, 2 * used.splits) if n] if has_parts else [1]
     plans = [used, *(Fp8Plan(warps, parts, stages) for parts in splits for warps, stages in TRIED)]
-    fit = [p for p in plans if p.warps * p.splits <= steps and shared_bytes(p, rows) <= _MOST_SHARED]
+    if rows >= MANY_ROWS:
+        # Only those that leave the order of sums.
+        plain = plan_of(out, size, has_parts)
+        plans = [used, plain, *(replace(plain, stages=s, pairs=p, most_rows=r) for p, r, s in TRIED_OF_MANY)]
+    fit = [
+        p
+        for p in plans
+        if p.warps * p.splits <= steps and p.warps * p.pairs <= 16 and shared_bytes(p, rows) <= _MOST_SHARED
+    ]
     return list(dict.fromkeys(fit))

@@ -100,7 +100,7 @@ def into_room(linear: Linear, x: Tensor, group: Group) -> Tensor:
     if inner is None or x.shape[0] > MOST_ROWS:
         return linear(x)
     room = group.room((x.shape[0], inner.weight.shape[0]), inner.dtype, x.device)
-    meeting = group.meeting(room, num_programs(inner.weight.shape[0], x.shape[0], is_rounded))
+    meeting = group.meeting(room, num_programs(*inner.weight.shape, x.shape[0], is_rounded))
     fp8_linear(x, inner.weight, room, is_rounded=is_rounded, meeting=meeting)
     return room
 
