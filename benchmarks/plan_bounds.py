@@ -2,14 +2,18 @@
 
     python3 benchmarks/plan_bounds.py benchmarks/results/2026-11-30-v4-two-gpus-fourth.json
     python3 benchmarks/plan_bounds.py --ms 4.80 5.38 5.78 6.07 6.50 6.76 --draft-ms 0.58 --profile field
+    python3 benchmarks/plan_bounds.py benchmarks/results/2026-11-30-gpu-decode-eighth.json --requests 32 \\
+        --draft-ms 2.2 --profile chat
 
-One request. Its drafts' chances are drawn by the law of sparkchat/simulation.py and known exactly. Rows:
+One request, or with ``--requests`` several that share a step: the likeliest drafts of all of them are verified then.
+Drafts' chances are drawn by the law of sparkchat/simulation.py and known exactly. Rows:
 
 - best plan: the most tokens per second that lengths chosen step by step can bring, each with all chances of its step
   known. That is more than a lossless plan may look at, so a bound for every plan. Tokens per time is maximised by
   Dinkelbach's iteration: every step takes the length with the largest tokens - rate * time, and the rate is what comes
   of that, until it stays;
-- best fixed length, and Algorithm 1 as the engine runs it (sparkchat/engine/planner.py);
+- best fixed length (of several requests, best number of rows), and of one request Algorithm 1 as the engine runs it
+  (sparkchat/engine/planner.py);
 - the slope from which on the best plan brings ``--bar`` times what verifying everything brings, if every row behind the
   first costs the same and a step of one row costs what the table says.
 """
@@ -116,6 +120,33 @@ def bounds(costs: Sequence[float], profile: SimulatedAcceptance, bar: float, ste
     }
 
 
+def bounds_together(costs: np.ndarray, requests: int, profile: SimulatedAcceptance, steps: int) -> dict[str, Any]:
+    """``costs``: milliseconds of a step of ``requests``, ``requests`` + 1, ... rows, up to all drafts of all."""
+    block = (len(costs) - 1) // requests
+    alive = survivals(profile, block, steps * requests).reshape(steps, -1)
+    tokens = requests - 1 + tokens_by_length(-np.sort(-alive, axis=1))
+    fixed = tokens.mean(axis=0) / costs
+    best, rows = best_plan(tokens, costs)
+    return {
+        "profile": profile.label,
+        "requests": requests,
+        "everything": {"tokens_per_second": 1e3 * fixed[-1], "rows": requests * (block + 1)},
+        "best fixed rows": {"tokens_per_second": 1e3 * fixed.max(), "rows": requests + int(fixed.argmax())},
+        "best plan": {"tokens_per_second": 1e3 * best, "rows": requests + rows},
+    }
+
+
+def costs_together(path: Path, requests: int) -> np.ndarray:
+    """The measured costs of ``requests`` requests in a report of gpu_decode.py or v4_decode.py, drafting in them."""
+    report = json.loads(path.read_text(encoding="utf-8"))
+    for row in [*report.get("together", ()), *report.get("rows", ())]:
+        if row["row"] == "cost table" and row["table"].get("batches"):
+            table = CostTable.from_json({k: v for k, v in row["table"].items() if k != "id"})
+            block = table.batches[-1].rows[-1] // table.batches[-1].requests - 1
+            return CostLookup(table).at(requests).times(requests, requests * block + 1)
+    raise SystemExit(f"{path} has no cost table by requests")
+
+
 def table_of(path: Path, part: str) -> list[float]:
     """The measured costs of one request in a report of v4_decode.py, drafting in them."""
     for row in json.loads(path.read_text(encoding="utf-8"))["rows"]:
@@ -129,6 +160,13 @@ def table_of(path: Path, part: str) -> list[float]:
 def text(found: dict[str, Any]) -> str:
     """A table for people."""
     everything = found["everything"]["tokens_per_second"]
+    if "requests" in found:
+        lines = [f"profile {found['profile']}, {found['requests']} requests", ""]
+        lines += ["| rows | tokens/s | rows verified | over everything |", "|---|---|---|---|"]
+        for name in ("everything", "best fixed rows", "best plan"):
+            speed, rows = found[name]["tokens_per_second"], found[name]["rows"]
+            lines.append(f"| {name} | {speed:.1f} | {rows:.1f} | {speed / everything:.3f} |")
+        return "\n".join(lines)
     lines = [f"profile {found['profile']}, steps of {found['costs_ms']} ms, {found['row_ms']:.3f} a row", ""]
     lines += ["| lengths | tokens/s | drafts verified | over everything |", "|---|---|---|---|"]
     for name in ("everything", "best fixed length", "Algorithm 1", "best plan"):
@@ -145,8 +183,9 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("report", nargs="?", type=Path, help="of v4_decode.py, with a cost table")
     parser.add_argument("--part", default="alone", help="whose cost table of the report")
+    parser.add_argument("--requests", type=int, default=1, help="that share a step, of a report")
     parser.add_argument("--ms", nargs="+", type=float, help="instead: milliseconds of a step of 1, 2, ... rows")
-    parser.add_argument("--draft-ms", type=float, default=0.0, help="what a draft adds to each of them")
+    parser.add_argument("--draft-ms", type=float, default=0.0, help="what drafts, or context, add to each of them")
     parser.add_argument("--profile", default="field", help="field, chat, code, math, or survivals: 0.8,0.6")
     parser.add_argument("--bar", type=float, default=1.10)
     parser.add_argument("--steps", type=int, default=20_000, help="that are drawn")
@@ -154,10 +193,17 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     options = parser.parse_args(arguments)
     if (options.report is None) == (options.ms is None):
         parser.error("give a report or --ms")
+    profile = parse_simulation(FIELD if options.profile == "field" else options.profile)
+    if options.requests > 1:
+        if options.report is None:
+            parser.error("--requests needs a report")
+        times = costs_together(options.report, options.requests) + options.draft_ms
+        found = bounds_together(times, options.requests, profile, max(1, options.steps // options.requests))
+        print(json.dumps(found) if options.json else text(found))
+        return found
     costs = options.ms or table_of(options.report, options.part)
     if len(costs) < 2 or min(costs) + options.draft_ms <= 0.0:
         parser.error("costs are those of steps of 1, 2, ... rows, each above 0 ms")
-    profile = parse_simulation(FIELD if options.profile == "field" else options.profile)
     found = bounds([ms + options.draft_ms for ms in costs], profile, options.bar, options.steps)
     print(json.dumps(found) if options.json else text(found))
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import sys
 from pathlib import Path
 
@@ -48,3 +49,18 @@ def test_a_report_is_read(tmp_path: Path) -> None:
     assert {found[name]["drafts"] for name in ("best fixed length", "Algorithm 1", "best plan")} == {2}
     with pytest.raises(SystemExit, match="no cost table of part batches"):
         plan_bounds.main([str(path), "--part", "batches"])
+
+
+def test_requests_that_share_a_step_verify_the_likeliest_drafts_of_all(tmp_path: Path) -> None:
+    """Two requests of one draft each: two, three or four rows. The third row is cheap, the fourth costs too much."""
+    path = tmp_path / "report.json"
+    batches = [{"requests": 2, "rows": [2, 3, 4], "step_ms": [10.0, 11.0, 40.0]}]
+    table = {"id": "x", "source": "measured", "rows": [1, 2], "step_ms": [9.0, 10.0], "batches": batches}
+    path.write_text(json.dumps({"together": [{"row": "off"}, {"row": "cost table", "table": table}]}))
+    found = plan_bounds.main([str(path), "--requests", "2", "--profile", "0.5", "--steps", "20000"])
+    assert [found[name]["rows"] for name in ("everything", "best fixed rows")] == [4, 3]
+    assert found["everything"]["tokens_per_second"] == pytest.approx(1e3 * (2 + 2 * 0.5) / 40, rel=0.02)
+    # The likelier of two chances that are 0.5 in the mean is more than 0.5 and less than 1.
+    assert 2.5 < found["best fixed rows"]["tokens_per_second"] * 11 / 1e3 < 3.0
+    with pytest.raises(SystemExit):
+        plan_bounds.main(["--ms", "1", "2", "--requests", "2"])
