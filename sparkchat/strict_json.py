@@ -13,6 +13,7 @@ from typing import Any
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 # Legal inside JSON strings, but line breaks for str.splitlines() and some editors: one record must stay one line.
 _LINE_BREAKS = {0x85: "\\u0085", 0x2028: "\\u2028", 0x2029: "\\u2029"}
+_BREAKS = tuple(map(chr, _LINE_BREAKS))
 
 
 def dumps(value: Any, *, indent: int | None = None, keep_surrogates: bool = False) -> str:
@@ -27,7 +28,8 @@ def dumps(value: Any, *, indent: int | None = None, keep_surrogates: bool = Fals
     if text.isascii():
         return text
     text = _LONE_SURROGATE.sub(_escape if keep_surrogates else "\ufffd", text)
-    return text.translate(_LINE_BREAKS)
+    # Looking for them takes a thousandth of what replacing them does.
+    return text.translate(_LINE_BREAKS) if any(map(text.__contains__, _BREAKS)) else text
 
 
 def _escape(found: re.Match[str]) -> str:

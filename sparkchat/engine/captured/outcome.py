@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from sparkchat.engine.calibration import corrected_survival
+from sparkchat.engine.calibration import survival_of
 from sparkchat.engine.captured.state import Records
 from sparkchat.engine.records import RowOutcome
 from sparkchat.params import Correction
@@ -26,23 +25,21 @@ class CapturedOutcome:
 
     def survival(self, correction: Correction | None) -> list[float]:
         """Survival of every draft, as the loop computes it."""
-        if not self.row.confidence_logit:
-            return []
-        logits = torch.tensor([self.row.confidence_logit])
-        values = corrected_survival(logits.masked_fill(logits.isnan(), -torch.inf), [correction])
-        return values[0].tolist()
+        return survival_of(self.row.confidence_logit, correction)
 
 
 def outcomes_of(records: Records, host: Tensor, draft_lens: Sequence[int]) -> list[CapturedOutcome]:
     """The outcomes of the first seats; host is the copy of ``records.device_rows``."""
     numbers, rows = records.read(host[: len(draft_lens)])
+    # At once for all requests: a call on a tensor takes as long as the lists of one request.
+    ids, confidence, p_draft, p_target = (rows[name].tolist() for name in ("ids", "confidence", "p_draft", "p_target"))
     found = []
     for r, length in enumerate(draft_lens):
         row = RowOutcome(
-            draft_ids=rows["ids"][r, :length].long().tolist(),
-            confidence_logit=rows["confidence"][r, :length].tolist(),
-            p_draft=rows["p_draft"][r, :length].tolist(),
-            p_target=rows["p_target"][r, :length].tolist(),
+            draft_ids=[int(number) for number in ids[r][:length]],
+            confidence_logit=confidence[r][:length],
+            p_draft=p_draft[r][:length],
+            p_target=p_target[r][:length],
             taken=numbers["taken"][r],
             full=numbers["full"][r],
             next_id=numbers["next_id"][r],
