@@ -267,7 +267,7 @@ def test_a_terminated_process_leaves_its_rows(mix_folders: dict[str, Path], tmp_
     options = ("--drafter", mix_folders["half"], "--context", "640", "--arms", "static", "--prompts", "1")
     counts = ",".join(map(str, range(1, 13)))
     process = subprocess.Popen(
-        command("bench", mix_folders["target"], *options, "--tokens", "64", "--concurrency", counts, "--out", tmp_path),
+        command("bench", mix_folders["target"], *options, "--tokens", "24", "--concurrency", counts, "--out", tmp_path),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
