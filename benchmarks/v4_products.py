@@ -194,7 +194,7 @@ def bytes_of(routings: list[Routing], make: Maker) -> tuple[int, int]:
 def expert_cases(make: Maker) -> Iterator[Case]:
     layer = Layer.make(make)
     # Of 1 and 64 rows the programs are those of 6, which are compiled first.
-    for rows in (6, 1, 16, 64, 384):
+    for rows in (6, 1, 16, 64, 96, 384):
         routings = layer.routings(make, rows)
         space, x = ExpertBuffers.empty(rows, PER_ROW, layer.weights, HALF), make.half(rows, D, scale=1.0)
         if make.is_real:
@@ -206,7 +206,7 @@ def expert_cases(make: Maker) -> Iterator[Case]:
             ("gate and up", first, first_plan, D // STEP, first_run),
             ("down", second, second_plan, WIDTH // STEP, second_run),
         ):
-            plans = tried_for_experts(used, steps) if rows in (1, 6, 64) else [used]
+            plans = tried_for_experts(used, steps, rows) if rows in (1, 6, 64, 384) else [used]
             variants = {named(p): run(p) for p in plans}
             yield Case(f"experts {name} {rows} rows", size, len(routings), variants)
         both = both_launches(first_run(first_plan), second_run(second_plan))
@@ -248,6 +248,7 @@ def both_launches(first: Run, second: Run) -> dict[str, Run]:
 
 def named(plan: ExpertPlan) -> str:
     cut = f"split {plan.split} pairs {plan.pairs} warps {plan.warps} stages {plan.stages}, {plan.shared_stages}"
+    cut += f", {plan.registers} registers" * (plan.registers > 0)
     return cut if plan.is_late else f"{cut} early"
 
 

@@ -129,7 +129,7 @@ def launch_gate_up(
         PER_ROW=per_row, TILES=tiles, STEPS=size // STEP, ROWS=tile, PAIRS=plan.pairs, SPLIT=plan.split,
         WARPS=plan.warps, STAGES=plan.stages, SHARED_STAGES=plan.shared_stages, LATE=plan.is_late,
         ROUND=is_rounded,
-        num_warps=plan.warps, num_stages=plan.stages,
+        num_warps=plan.warps, num_stages=plan.stages, maxnreg=plan.registers or None,
     )  # fmt: skip
 
 
@@ -152,7 +152,7 @@ def launch_down(
         routing.items, routing.counts, routing.lists, parts, rows, routing.lists.shape[1], shared_items, most,
         PER_ROW=per_row, TILES=tiles, STEPS=width // STEP, ROWS=tile, PAIRS=plan.pairs, SPLIT=plan.split,
         WARPS=plan.warps, STAGES=plan.stages, SHARED_STAGES=plan.shared_stages, LATE=plan.is_late,
-        ROUND=is_rounded, num_warps=plan.warps, num_stages=plan.stages,
+        ROUND=is_rounded, num_warps=plan.warps, num_stages=plan.stages, maxnreg=plan.registers or None,
     )  # fmt: skip
 
 

@@ -34,6 +34,8 @@ class ExpertPlan:
     """The same for the expert of all rows, whose codes are twice as long."""
     is_late: bool = True
     """Whether factors of blocks are multiplied in after the product with a block, not into its codes."""
+    registers: int = 0
+    """Of a thread, so that more programs fit; 0: as many as the compiler takes."""
 
 
 @dataclass(frozen=True)
@@ -67,11 +69,22 @@ def down_plan(out: int, size: int, rows: int) -> ExpertPlan:
     return _fitted(_of_rows(DOWN, rows), out, size)
 
 
-GATE_UP = ((1, ExpertPlan(2, 1, 2, 6, 4)), (16, ExpertPlan(2, 1, 2, 3)), (None, ExpertPlan(2, 2, 4, 3)))
-DOWN = ((1, ExpertPlan(1, 2, 2, 6, 4)), (16, ExpertPlan(1, 4, 4, 3)), (None, ExpertPlan(1, 4, 2, 3)))
+GATE_UP = (
+    (1, ExpertPlan(2, 1, 2, 6, 4)),
+    (16, ExpertPlan(2, 1, 2, 3)),
+    (MOST_IN_FEW, ExpertPlan(2, 2, 4, 3)),
+    (None, ExpertPlan(2, 4, 8, 3, registers=80)),
+)
+DOWN = (
+    (1, ExpertPlan(1, 2, 2, 6, 4)),
+    (16, ExpertPlan(1, 4, 4, 3)),
+    (MOST_IN_FEW, ExpertPlan(1, 4, 2, 3)),
+    (None, ExpertPlan(1, 8, 8, 3, registers=80)),
+)
 """Up to how many rows which plan, one ``split`` each. One row is few programs, which must ask for more at a time: what
-the shared expert's take for each turn of their loop is then the time of the launch.
-benchmarks/results/2026-11-30-v4-experts.md"""
+the shared expert's take for each turn of their loop is then the time of the launch (benchmarks/results/
+2026-11-30-v4-experts.md). Tiles of MANY_ROWS have twice the activations: more pairs read them once, and with 80
+registers 24 warps fit on a multiprocessor (2026-11-30-v4-machine-code.md)."""
 
 
 def whole_plan(rows: int) -> WholePlan | None:
@@ -107,8 +120,11 @@ def _fitted(plan: ExpertPlan, out: int, size: int) -> ExpertPlan:
     return replace(plan, split=split, pairs=many, warps=min(plan.warps, split * many))
 
 
-def tried(used: ExpertPlan, steps: int) -> list[ExpertPlan]:
+def tried(used: ExpertPlan, steps: int, rows: int = 1) -> list[ExpertPlan]:
     """Plans worth timing for experts with inputs of so many steps, the one in use first."""
+    if rows > MOST_IN_FEW:
+        cuts = MANY_OF_LONG if steps >= 16 else MANY_OF_SHORT
+        return list(dict.fromkeys([used, *(ExpertPlan(s, p, w, d, registers=r) for s, p, w, d, r in cuts)]))
     cuts = CUTS_OF_LONG if steps >= 16 else CUTS_OF_SHORT
     plans = [replace(used, split=s, pairs=p, warps=w, stages=d) for s, p, w, d in cuts]
     deeper = [replace(used, shared_stages=stages) for stages in (2, 3, 4)]
@@ -124,6 +140,14 @@ CUTS_OF_SHORT = (
     (2, 2, 4, 3), (2, 1, 2, 4), (2, 4, 8, 3),
 )  # fmt: skip
 """Split, pairs, warps, stages that are timed for weights of many and of few inputs."""
+MANY_OF_LONG = (
+    (2, 2, 4, 3, 0), (2, 2, 4, 3, 96), (2, 2, 4, 3, 80), (2, 4, 8, 3, 128), (2, 4, 8, 4, 80), (2, 4, 8, 4, 128),
+    (2, 1, 2, 3, 80),
+)  # fmt: skip
+MANY_OF_SHORT = (
+    (1, 4, 2, 3, 0), (1, 4, 4, 3, 0), (1, 4, 4, 3, 80), (1, 8, 8, 3, 128), (1, 8, 8, 4, 80), (1, 4, 4, 4, 80),
+)  # fmt: skip
+"""The same, and registers, for tiles of MANY_ROWS."""
 
 
 def row_tile(rows: int) -> int:
