@@ -25,6 +25,7 @@ from sparkchat.options import RESOLVED, RUN, SAMPLING, check, nearest, parse
 from sparkchat.params import CostTable, LoadSpec, SamplingParams
 from sparkchat.paths import Paths
 from sparkchat.profile import CALIBRATION, Profile, Setting
+from sparkchat.switches import WORDS
 
 SWITCHES = (
     *("SPARKCHAT_MODEL", "SPARKCHAT_OFFLINE", "SPARKCHAT_DEBUG", "SPARKCHAT_API_KEY", "SPARKCHAT_ENGINE_KEY"),
@@ -128,7 +129,7 @@ def _from_profile(profile: Profile | None) -> dict[str, Setting]:
 
 def misspelt_variables(environ: Mapping[str, str]) -> list[str]:
     """One sentence for each SPARKCHAT_* variable that is unknown but close to a known one, or to an option."""
-    known = {option.variable for option in RESOLVED.values()} | set(SWITCHES)
+    known = {option.variable for option in RESOLVED.values()} | set(SWITCHES) | set(WORDS)
     found = []
     for name in sorted(environ):
         option = name.removeprefix("SPARKCHAT_").lower()

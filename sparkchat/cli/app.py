@@ -14,6 +14,7 @@ from sparkchat.cli.arguments import Session
 from sparkchat.cli.output import data, note, printable
 from sparkchat.errors import Interrupted, UsageError
 from sparkchat.resolve import misspelt_variables
+from sparkchat.switches import refuse_unknown_words
 
 app = typer.Typer(
     name="sparkchat",
@@ -61,6 +62,7 @@ def run_line(arguments: list[str], typed: Sequence[str], *, debug: bool) -> int:
     """Run one command line and return its exit code. Raises SparkchatError."""
     for sentence in misspelt_variables(os.environ):
         note(sentence)
+    refuse_unknown_words(os.environ)
     session = Session(debug, ("sparkchat", *typed))
     try:
         code = app(arguments, prog_name="sparkchat", standalone_mode=False, obj=session)

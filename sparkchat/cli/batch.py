@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import os
 import select
 import sys
@@ -14,6 +15,7 @@ import typer
 
 from sparkchat import strict_json
 from sparkchat.cli import arguments as a
+from sparkchat.cli.lines import Lines
 from sparkchat.cli.output import data, note
 from sparkchat.cli.prepare import prepare
 from sparkchat.client import EngineClient
@@ -24,6 +26,8 @@ from sparkchat.requests import BadLine, build_request, parse_line
 from sparkchat.ui.partial import PartialAnswer
 
 _READ_BYTES = 1 << 16
+_MOST_LINE_BYTES = 64 << 20
+_TOO_LONG = BadLine(f"the line is longer than {_MOST_LINE_BYTES >> 20} MiB, which no context holds; split it")
 _LINES_AHEAD = 4
 """Lines read per concurrent request, so that the engine never waits for input and memory stays bounded."""
 _SIGNAL_SECONDS = 0.1
@@ -81,7 +85,7 @@ class _Batch:
     waiting: deque[_Line] = field(default_factory=deque)
     by_id: dict[str, _Line] = field(default_factory=dict)
     num_lines: int = 0
-    buffer: bytes = b""
+    lines: Lines = field(default_factory=lambda: Lines(_MOST_LINE_BYTES))
     trace: Any = None
 
     def run(self, stdin: int) -> None:
@@ -138,18 +142,17 @@ class _Batch:
     def _read(self, stdin: int) -> bool:
         """Take what has arrived; False at the end of input."""
         chunk = os.read(stdin, _READ_BYTES)
-        *lines, self.buffer = (self.buffer + chunk).split(b"\n")
-        if not chunk and self.buffer:
-            lines, self.buffer = [self.buffer], b""
-        for line in lines:
-            self._accept(line.removeprefix(b"\xef\xbb\xbf") if self.num_lines == 0 else line)
+        for line in self.lines.take(chunk) if chunk else self.lines.end():
+            self._accept(line)
         return bool(chunk)
 
-    def _accept(self, text: bytes) -> None:
-        if not text.strip():
+    def _accept(self, text: bytes | None) -> None:
+        """One line; None stands for one that is too long."""
+        # Editors and shells of Windows begin a file with a mark, which is no line where nothing else stands on it.
+        if text is not None and not text.removeprefix(codecs.BOM_UTF8).strip():
             return
         self.num_lines += 1
-        parsed = parse_line(text)
+        parsed = _TOO_LONG if text is None else parse_line(text)
         line = self._new_line(parsed.fields if isinstance(parsed, BadLine) else parsed)
         self.waiting.append(line)
         if isinstance(parsed, BadLine):

@@ -29,6 +29,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments, debug = _without_debug(typed)
         debug = debug or _debug_from_environment()
         _prepare_streams()
+        if os.environ.get("NO_COLOR") == "":
+            # It asks for nothing (no-color.org), but libraries look only whether it is there.
+            del os.environ["NO_COLOR"]
         from sparkchat.cli.app import run_line
 
         code = run_line(arguments, typed, debug=debug)
@@ -67,8 +70,12 @@ def _without_debug(arguments: list[str]) -> tuple[list[str], bool]:
 
 
 def _debug_from_environment() -> bool:
-    text = os.environ.get("SPARKCHAT_DEBUG", "").strip().lower()
-    return text not in ("", "0", "false", "no", "off")
+    text = os.environ.get("SPARKCHAT_DEBUG", "")
+    if not text.strip():
+        return False
+    from sparkchat.options import Option, parse
+
+    return bool(parse(Option("debug", "switch"), text, "SPARKCHAT_DEBUG"))
 
 
 def _open_closed_streams() -> None:

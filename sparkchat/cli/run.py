@@ -17,6 +17,8 @@ from sparkchat.config import Color, Output, RunConfig
 from sparkchat.errors import UsageError
 from sparkchat.paths import typed_path
 
+_MOST_PIPED = 64 << 20
+"""Bytes of text on stdin; a device that never ends would fill the memory."""
 _ONE_SHOT_ONLY = {"prompt_ids": "--prompt-ids", "json_": "--json", "jsonl": "--jsonl"}
 
 
@@ -120,7 +122,8 @@ def _prompt_text(words: tuple[str, ...], has_ids: bool, plain: bool, raw: bool) 
     if raw:
         text = piped + typed
     else:
-        piped = piped.rstrip("\r\n")
+        # Editors and shells of Windows begin a file with a mark that is no part of the text.
+        piped = piped.removeprefix("\ufeff").rstrip("\r\n")
         text = f"{piped}\n{typed}" if piped and typed else piped or typed
     if not (text if raw else text.strip()):
         raise UsageError("there is nothing to answer; give a PROMPT, pipe text in, or run in a terminal to chat")
@@ -130,7 +133,11 @@ def _prompt_text(words: tuple[str, ...], has_ids: bool, plain: bool, raw: bool) 
 def _piped_text() -> str:
     if sys.stdin is None:
         return ""
-    data = sys.stdin.buffer.read()
+    data = sys.stdin.buffer.read(_MOST_PIPED + 1)
+    if len(data) > _MOST_PIPED:
+        raise UsageError(
+            f"more than {_MOST_PIPED >> 20} MiB are piped in, which no context holds; pipe in the part that matters"
+        )
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:

@@ -29,11 +29,12 @@ from sparkchat.kernels.ranks import Meeting, most_programs, num_pads, publish, p
 from sparkchat.kernels.ranks.exchange import MOST_ROWS, Exchange, inbox_words, no_turns
 from sparkchat.models.kv_cache import round_up
 from sparkchat.models.parallel import ProcessGroup, add_parts
+from sparkchat.switches import word_of
 
 SWITCH = "SPARKCHAT_SHARED_SUMS"
-"""In the environment: 0 leaves all messages to NCCL, torch takes barriers of torch's, a launch each; else ranks meet at
-the end of the kernel that writes a message (``kernels.ranks``), and what is read within a kernel they push to each
-other (``kernels.ranks.exchange``)."""
+"""In the environment: 0 leaves all messages to NCCL, torch takes barriers of torch's, a launch each; with 1, push or
+nothing ranks meet at the end of the kernel that writes a message (``kernels.ranks``), and what is read within a kernel
+they push to each other (``kernels.ranks.exchange``)."""
 ROOM_BYTES = 4 << 20
 """Of a message in a slot: the logits of a verified block, or rows of several requests."""
 INBOX_BYTES = 4 << 20
@@ -180,7 +181,7 @@ def open_group(device: torch.device) -> ProcessGroup:
     if device.type == "cpu" or dist.get_world_size() == 1:
         return ProcessGroup()
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-    way = os.environ.get(SWITCH)
+    way = word_of(SWITCH)
     if way == "0" or not _all_reach_each_other(device):
         return ProcessGroup()
     import torch.distributed._symmetric_memory as symmetric

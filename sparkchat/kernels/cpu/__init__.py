@@ -24,6 +24,7 @@ import time
 from pathlib import Path
 
 from sparkchat.paths import user_paths
+from sparkchat.switches import word_of
 
 ROOM = 16 * 1024 * 1024
 """Bytes that must be free for the compiled code, which takes a tenth of it."""
@@ -36,7 +37,7 @@ OFF = "SPARKCHAT_CPU_KERNELS"
 @functools.cache
 def why_not() -> str | None:
     """Why these kernels cannot be used here, in words for a user; None when they can."""
-    if os.environ.get(OFF) == "0":
+    if word_of(OFF) == "0":
         return f"{OFF}=0 is set"
     if sys.platform not in ("linux", "darwin"):
         return f"they are not made for {sys.platform}"

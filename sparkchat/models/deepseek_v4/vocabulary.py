@@ -5,8 +5,6 @@ Shapes: N rows, V vocabulary, d width of a row.
 
 from __future__ import annotations
 
-import os
-
 import torch
 from torch import Tensor
 
@@ -17,6 +15,7 @@ from sparkchat.models.deepseek_v4.formats import E4M3_MAX, FP8_BLOCK
 from sparkchat.models.deepseek_v4.packed import MOST_ROWS, TiledLinear, has_kernels, multiply_into
 from sparkchat.models.linear import Linear
 from sparkchat.models.parallel import Group
+from sparkchat.switches import word_of
 
 DRAFT_TABLES = "SPARKCHAT_DRAFT_TABLES"
 """In the environment: ``stored`` leaves what drafters read over the vocabulary as it is stored; else it is rounded to
@@ -107,7 +106,7 @@ class VocabularyHead:
 
 def rounds_drafts(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether a drafter takes in 8 bits what it multiplies inputs of ``dtype`` by."""
-    return has_kernels(device, dtype) and os.environ.get(DRAFT_TABLES) != "stored"
+    return has_kernels(device, dtype) and word_of(DRAFT_TABLES) != "stored"
 
 
 def rows_for_drafts(rows: Tensor) -> Tensor | RoundedRows:
