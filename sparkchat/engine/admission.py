@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sparkchat.engine.output import OutputStream
+from sparkchat.engine.output import OutputStream, Spellings
 from sparkchat.engine.pair import LoadedPair
 from sparkchat.engine.request import RequestState, fresh_seed
 from sparkchat.engine.sampling import TokenHistory
@@ -19,6 +19,7 @@ class Admission:
         self._spec = spec
         self._pair = pair
         self._text = text
+        self._spellings = Spellings(text.tokenizer)
 
     def admit(self, request: GenerateRequest) -> tuple[RequestState, list[str]]:
         """The request's state, and notices in plain words about how its prompt was made."""
@@ -36,7 +37,8 @@ class Admission:
             min_tokens=sampling.min_tokens,
             ignore_eos=sampling.ignore_eos,
         )
-        output = OutputStream(self._text.tokenizer, rules, sampling.stop, self._text.splitter(prompt))
+        splitter = self._text.splitter(prompt)
+        output = OutputStream(self._text.tokenizer, rules, sampling.stop, splitter, self._spellings)
         state = RequestState(
             request=request,
             prompt_ids=prompt_ids,

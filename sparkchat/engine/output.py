@@ -32,6 +32,32 @@ class Delta:
     stop: str | int | None = None
 
 
+class Spellings:
+    """What single tokens look like, found once for all requests of an engine; at most the whole vocabulary."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        """``tokenizer`` None: nothing is known of any."""
+        self._tokenizer = tokenizer
+        self._texts: dict[int, str] = {}
+        self._bytes: dict[int, bytes] = {}
+
+    def text_of(self, token_id: int) -> str:
+        """One token by itself, for display."""
+        if self._tokenizer is None:
+            return ""
+        if token_id not in self._texts:
+            self._texts[token_id] = token_text(self._tokenizer, token_id)
+        return self._texts[token_id]
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """The bytes of one token by itself, which need not be whole characters."""
+        if self._tokenizer is None:
+            return b""
+        if token_id not in self._bytes:
+            self._bytes[token_id] = token_bytes(self._tokenizer, token_id)
+        return self._bytes[token_id]
+
+
 class OutputStream:
     """Text of one answer. Every token of a run is judged, so an end inside a block ends the answer there.
 
@@ -39,9 +65,19 @@ class OutputStream:
     """
 
     def __init__(
-        self, tokenizer: Any, rules: StopRules, stop: Sequence[str], splitter: ThinkingSplitter | None
+        self,
+        tokenizer: Any,
+        rules: StopRules,
+        stop: Sequence[str],
+        splitter: ThinkingSplitter | None,
+        spellings: Spellings | None = None,
     ) -> None:
-        """``tokenizer`` and ``splitter`` are None for a model without a tokenizer, whose answers are ids alone."""
+        """``tokenizer`` and ``splitter`` are None for a model without a tokenizer, whose answers are ids alone.
+
+        ``spellings`` None: of its own.
+        """
+        spellings = spellings or Spellings(tokenizer)
+        self.text_of, self.bytes_of = spellings.text_of, spellings.bytes_of
         self._tokenizer = tokenizer
         self._rules = rules
         self._stop = tuple(stop)
@@ -51,8 +87,6 @@ class OutputStream:
         self._num_tokens = 0
         self._strings = self._fresh_strings()
         self._texts: dict[str, list[str]] = {"answer": [], "thinking": []}
-        self._shown: dict[int, str] = {}
-        self._spelled: dict[int, bytes] = {}
 
     @property
     def eos_ids(self) -> frozenset[int]:
@@ -70,22 +104,6 @@ class OutputStream:
     @property
     def thinking(self) -> str:
         return "".join(self._texts["thinking"])
-
-    def text_of(self, token_id: int) -> str:
-        """One token by itself, for display."""
-        if self._tokenizer is None:
-            return ""
-        if token_id not in self._shown:
-            self._shown[token_id] = token_text(self._tokenizer, token_id)
-        return self._shown[token_id]
-
-    def bytes_of(self, token_id: int) -> bytes:
-        """The bytes of one token by itself, which need not be whole characters."""
-        if self._tokenizer is None:
-            return b""
-        if token_id not in self._spelled:
-            self._spelled[token_id] = token_bytes(self._tokenizer, token_id)
-        return self._spelled[token_id]
 
     def push(self, run: Sequence[int], num_delivered: int) -> Delta:
         """Deliver the tokens of a run, committed after ``num_delivered`` delivered ones, up to the first end."""

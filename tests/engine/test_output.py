@@ -11,7 +11,8 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from fixtures.tokenizer import END_THINK, IM_END, THINK, TokenizerSpec, build_tokenizer
-from sparkchat.engine.output import DeltaPart, OutputStream
+from sparkchat.engine import output as output_module
+from sparkchat.engine.output import DeltaPart, OutputStream, Spellings
 from sparkchat.engine.stopping import StopRules
 from sparkchat.thinking import ThinkingSplitter
 
@@ -187,3 +188,13 @@ def test_a_model_without_a_tokenizer_delivers_ids() -> None:
 @pytest.mark.parametrize(("token", "text"), [(A, "a"), (0xF0, "\ufffd"), (IM_END, "<|im_end|>"), (5000, "")])
 def test_one_token_for_display(token: int, text: str) -> None:
     assert stream().text_of(token) == text
+
+
+def test_single_tokens_are_spelled_once_for_all_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(output_module, "token_text", lambda tokenizer, token: asked.append(token) or f"<{token}>")
+    known = Spellings(tokenizer())
+    rules = StopRules(frozenset(), None, 100, 1)
+    first, second = (OutputStream(tokenizer(), rules, (), None, known) for _ in range(2))
+    assert [stream.text_of(token) for stream in (first, second) for token in (5, 6)] == ["<5>", "<6>"] * 2
+    assert asked == [5, 6]
