@@ -26,4 +26,6 @@ def test_they_compile_and_keep_their_numbers_in_registers(tmp_path: Path) -> Non
     lines = done.stdout.splitlines()
     assert {line.split()[0] for line in lines} == KERNELS
     for line in lines:
-        assert int(line.split(" stack ")[1].split()[0]) <= (8 if line.startswith(("_route", "_down")) else 0), line
+        # Experts in one launch: where twelve programs fit, numbers that no loop needs are put aside.
+        most = 64 if line.startswith("_mix_experts") else 8 if line.startswith(("_route", "_down")) else 0
+        assert int(line.split(" stack ")[1].split()[0]) <= most, line

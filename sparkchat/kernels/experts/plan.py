@@ -92,14 +92,21 @@ def whole_plan(rows: int) -> WholePlan | None:
     return WHOLE if IN_WHOLE[0] <= rows <= IN_WHOLE[1] else None
 
 
-def _whole(stages: int, shared_stages: int, programs: int) -> WholePlan:
-    first, second = GATE_UP[1][1], replace(DOWN[1][1], pairs=2, warps=2)
+def _whole(stages: int, shared_stages: int, programs: int, pairs: int = 1) -> WholePlan:
+    first = replace(GATE_UP[1][1], pairs=pairs, warps=2 * pairs)
+    second = replace(DOWN[1][1], pairs=2 * pairs, warps=2 * pairs)
     both = (replace(plan, stages=stages, shared_stages=shared_stages) for plan in (first, second))
     return WholePlan(*both, programs)
 
 
-WHOLE_TRIED = {str(cut[2]): _whole(*cut) for cut in ((4, 3, 8), (3, 3, 9))}
-"""By programs of a multiprocessor.
+_WHOLE_CUTS = ((4, 3, 8, 1), (3, 3, 9, 1), (3, 2, 12, 1), (4, 3, 5, 2), (3, 3, 5, 2), (3, 2, 6, 2))
+WHOLE_TRIED = {
+    str(programs) if pairs == 1 else f"{programs} of {pairs} pairs, {stages} stages": _whole(
+        stages, shared_stages, programs, pairs
+    )
+    for stages, shared_stages, programs, pairs in _WHOLE_CUTS
+}
+"""By programs of a multiprocessor: of 16 warps in all, 18, 24, 20, 20, 24.
 
 With one buffer for the shared expert's codes, which are twice as long, its units take as long as all others together.
 """
