@@ -45,6 +45,10 @@ class Tally:
     """(predicted, measured) milliseconds of a step."""
     thrown_away: int = 0
     """Rounds that captured steps."""
+    seconds_thrown_away: float = 0.0
+    """That those took."""
+    captures: int = 0
+    """Steps captured, in these rounds and in those thrown away."""
 
     def add(self, results: Sequence[dict[str, Any]], seconds: float, predictions: list[tuple[float, float]]) -> None:
         self.rounds += 1
@@ -75,6 +79,8 @@ class Tally:
         return {
             "rounds": self.rounds,
             "rounds_thrown_away": self.thrown_away,
+            "seconds_thrown_away": self.seconds_thrown_away,
+            "captures": self.captures,
             "tokens": self.tokens,
             "tokens_per_second": self.tokens_per_second,
             "tokens_per_second_per_user": _mean(self.user_speeds),
@@ -125,12 +131,16 @@ def merged(rounds: Iterable[Tally]) -> Tally:
 def _round_without_captures(run: EngineRun, arm: Arm, chats: Sequence[Chat], sampling: SamplingParams) -> Tally:
     tally, made = Tally(), run.num_graphs()
     for attempt in range(MOST_TRIES):
+        began = time.perf_counter()
         found = _round(run, arm, chats, sampling)
         before, made = made, run.num_graphs()
-        if made == before or attempt == MOST_TRIES - 1:  # the last one counts whatever it did
+        captures = made - before
+        tally.captures += captures
+        if not captures or attempt == MOST_TRIES - 1:  # the last one counts whatever it did
             tally.add(*found)
             break
         tally.thrown_away += 1
+        tally.seconds_thrown_away += time.perf_counter() - began
     return tally
 
 

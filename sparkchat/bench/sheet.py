@@ -36,6 +36,11 @@ class Sheet:
         """Pairs of concurrency and arm that have all their rounds, and all pairs."""
         return sum(self.has_all(*pair) for pair in self._tallies), len(self._tallies)
 
+    @property
+    def seconds(self) -> float:
+        """That all rounds took, those thrown away among them."""
+        return sum(self._seconds.values())
+
     def tallies(self) -> dict[int, dict[str, Tally]]:
         """What may stand side by side: at each concurrency the rounds that every arm has answered.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import math
 import os
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -147,14 +148,21 @@ class _Bench:
     sheet: Sheet | None = None
     """None until the arms are known."""
     equality: dict[str, Equality] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+    """How long every stage took, up to now."""
     _lost: SparkchatError | None = None
     """Why ``bench.json`` could not be written."""
 
     def measure(self) -> None:
         """Load, compare, and time every arm at every concurrency. Raises what ends the engine."""
-        config = self.config
+        config, began = self.config, time.perf_counter()
+
+        def lap(stage: str) -> None:
+            self.seconds[stage] = time.perf_counter() - began - sum(self.seconds.values())
+
         with engine_run(config.spec, self.progress.take) as run:
             self.info = run.info
+            lap("load")
             possible = possible_arms(_kind(config), run.info["heads"]["confidence"], run.info["block_size"])
             arms = chosen_arms(self.names, possible)
             rounds = {together: math.ceil(max(self.prompts, together) / together) for together in self.counts}
@@ -167,8 +175,10 @@ class _Bench:
                 # The first answers load, compile and measure what later ones find ready.
                 self.progress.prepare("first answers of every arm", number, len(arms))
                 answer(run, arm, requests_of(arm, chats[:1], replace(sampling, max_tokens=8)), self.progress.take)
+            lap("first_answers")
             if config.spec.simulate_acceptance is None and len(arms) > 1:
                 self._compare(run, arms, chats)
+                lap("comparison")
             for together in self.counts:
                 group = [chats[n % len(chats)] for n in range(rounds[together] * together)]
                 measure(run, arms, group, together, sampling, partial(self._take, together))
@@ -251,6 +261,7 @@ class _Bench:
             "processor": environment.processor(),
             "cores": environment.num_cores(),
             "load_average": list(os.getloadavg()),
+            "seconds": {**self.seconds, "rounds": self.sheet.seconds},
             "versions": info["versions"],
             "temperatures": info["temperatures"],
             "graphs": info["graphs"],

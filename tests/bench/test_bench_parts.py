@@ -140,7 +140,9 @@ def test_a_round_that_captured_steps_is_thrown_away() -> None:
     tally = rounds_of(run, ARMS[:1], CHATS[:2], 2, temperature=0.7, max_tokens=3)["off"]
     assert len(run.asked) == 6
     assert (tally.rounds, tally.thrown_away, tally.tokens) == (1, 2, 4)
-    assert tally.to_json(1)["rounds_thrown_away"] == 2
+    found = tally.to_json(1)
+    assert (found["rounds_thrown_away"], found["captures"]) == (2, 3)
+    assert found["seconds_thrown_away"] > 0.0
 
 
 def test_the_last_try_counts_whatever_it_captured() -> None:
@@ -148,6 +150,7 @@ def test_the_last_try_counts_whatever_it_captured() -> None:
     run.graphs = list(range(100))
     tally = rounds_of(run, ARMS[:1], CHATS[:1], 1, max_tokens=3)["off"]
     assert (tally.rounds, tally.thrown_away) == (1, MOST_TRIES - 1)
+    assert tally.captures == MOST_TRIES
 
 
 def test_arms_take_turns_over_the_same_prompts() -> None:
