@@ -14,8 +14,8 @@ from sparkchat.kernels.gate.plan import FEW_CHOICES, PLAN, GatePlan
 from sparkchat.kernels.gate.routing import Routing
 from sparkchat.kernels.launch import check_flat, launch, power_of_two, wait
 
-_EXPERTS_LISTED, _CHOICES_LISTED = 8, 512
-"""Of a program and of a step, where lists are a launch of their own."""
+_CHOICES_LISTED = 512
+"""Of a step, where lists are a launch of their own."""
 
 
 @triton.jit
@@ -179,8 +179,8 @@ def launch_route(
     )  # fmt: skip
     if not is_one:
         launch(
-            _list_choices, (-(-experts // _EXPERTS_LISTED),),
+            _list_choices, (-(-experts // plan.listed),),
             routing.chosen, routing.lists, routing.counts, routing.items, choices,
-            NUM_EXPERTS=experts, TILE=tile, BLOCK=block, EXPERTS=_EXPERTS_LISTED,
+            NUM_EXPERTS=experts, TILE=tile, BLOCK=block, EXPERTS=plan.listed,
             CHOICES=min(_CHOICES_LISTED, max(16, power_of_two(choices))), num_warps=4,
         )  # fmt: skip
