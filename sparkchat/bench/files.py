@@ -19,6 +19,6 @@ def write_private(path: Path, text: str) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except BaseException:
+    finally:
+        # Gone already where it took its place.
         Path(temporary).unlink(missing_ok=True)
-        raise

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import math
 import os
+import signal
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -38,10 +39,10 @@ from sparkchat.errors import NotEnoughDisk, SparkchatError, UsageError
 ON_CPU, ON_GPU = (1, 4), (1, 8, 16, 32, 64, 128, 256)
 _ROOM = 512
 """Tokens of context for the prompt, where requests share the memory."""
-_PATIENCE_SECONDS = 4.0
+_PATIENCE_SECONDS = 8.0
 """How long an output that nobody reads may hold a program that was asked to end."""
 _PNG_SECONDS, _HASTE_SECONDS = 60.0, 3.0
-"""Of a converter; and of one that a signal waits for."""
+"""Of a converter; and of one that a signal may wait for."""
 
 _OPTIONS = (
     a.LAWS
@@ -109,14 +110,12 @@ def bench(
         work = _Bench(config, counts, names, prompts, tokens, out, json_, progress)
         try:
             work.measure()
-        except BaseException:
-            # Whatever ended it, what was measured is kept; another signal ends that as well.
+        finally:
+            # Whatever ended it, what was measured is kept. A signal waits for that, but not for ever, nor for another.
             signals.is_noting = True
-            with suppress(OSError):
-                work.keep_and_tell(is_broken_off=True)
-            raise
-        signals.is_noting = True
-        work.keep_and_tell()
+            if signals.count:
+                signal.setitimer(signal.ITIMER_REAL, _PATIENCE_SECONDS)
+            work.keep_and_tell()
         signals.raise_noted()
     work.refuse_differing()
     return 0
@@ -208,9 +207,9 @@ class _Bench:
         if self._lost is not None and before is None:
             self.progress.say(f"{self._lost.message}; measuring goes on, and it is tried again")
 
-    def keep_and_tell(self, is_broken_off: bool = False) -> None:
-        """Files first, then stdout. Raises SparkchatError where the files cannot be written, unless ``is_broken_off``:
-        then something else is on its way."""
+    def keep_and_tell(self) -> None:
+        """Files first, then stdout. Raises SparkchatError where all was measured and the files cannot be written; where
+        it was not, something else is on its way."""
         self.progress.close()
         if self.sheet is None:
             return
@@ -221,14 +220,19 @@ class _Bench:
             return
         report = self._report()
         if self.out is not None:
-            self._lost = _write_report(report, self.out) or _draw(report, self.out, is_broken_off)
-        _tell(report, list(self._differing), self.as_json)
-        if is_broken_off:
-            for problem in (self._refusal(), self._lost):
-                if problem is not None:
-                    note(problem.message)
-        elif self._lost is not None:
-            raise self._lost
+            self._lost = _write_report(report, self.out) or _draw(report, self.out)
+        if not missing:
+            _tell(report, list(self._differing), self.as_json)
+            if self._lost is not None:
+                if (refusal := self._refusal()) is not None:
+                    note(refusal.message)
+                raise self._lost
+            return
+        for problem in (self._refusal(), self._lost):
+            if problem is not None:
+                note(problem.message)
+        with suppress(OSError):  # a reader that went away as well
+            _tell(report, list(self._differing), self.as_json)
 
     def _refusal(self) -> SparkchatError | None:
         differing = self._differing
@@ -333,14 +337,16 @@ def _write_report(report: dict[str, Any], folder: Path) -> SparkchatError | None
     return None
 
 
-def _draw(report: dict[str, Any], folder: Path, is_in_haste: bool) -> SparkchatError | None:
+def _draw(report: dict[str, Any], folder: Path) -> SparkchatError | None:
     """Write the plots; why that cannot be, or None."""
     title = f"{report['model']} on {report['device']}" + ("" if report["complete"] else " (not complete)")
     try:
         write_private(folder / "bench.svg", throughput_svg(plot_lines(report["results"]), title))
     except OSError as error:
         return _unwritten(folder / "bench.svg", error)
-    reason = write_png(folder / "bench.svg", folder / "bench.png", _HASTE_SECONDS if is_in_haste else _PNG_SECONDS)
+    reason = write_png(
+        folder / "bench.svg", folder / "bench.png", _PNG_SECONDS if report["complete"] else _HASTE_SECONDS
+    )
     if reason is not None:
         note(reason)
     return None

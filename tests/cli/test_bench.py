@@ -8,6 +8,7 @@ import os
 import signal
 import stat
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -185,6 +186,17 @@ def test_without_a_folder_it_is_printed_all_the_same(run: Callable[..., Done], m
     assert rows_of(done.json) == [(1, "off", 1), (1, "static", 1)]
     assert not done.json["complete"]
     assert "1 of 2 rounds at 1 together, everything at 2 and 4 together" in done.err
+
+
+def test_an_output_that_nobody_reads_does_not_hold_it(
+    run: Callable[..., Done], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FakeEngine, "act_at", {BEFORE + 4 + 1: lambda engine: engine.get_signal(signal.SIGTERM)})
+    monkeypatch.setattr(command_module, "_PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(command_module, "data", lambda _text: time.sleep(30))
+    done = run("--out", tmp_path)
+    assert (done.code, done.out) == (143, "")
+    assert rows_of(json.loads((tmp_path / "bench.json").read_text())) == WHOLE[:2]
 
 
 def test_before_anything_is_measured_there_is_nothing_to_keep(
