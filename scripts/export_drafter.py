@@ -8,7 +8,7 @@ because the target has them. OUT/target, for a .gguf, has the config.json and to
 reads (which imports sentencepiece, although this tokenizer needs none of it):
 
     python convert_hf_to_gguf.py OUT/drafter --target-model-dir OUT/target --outtype q8_0 --outfile drafter.gguf
-    llama-server -m MODEL -md drafter.gguf --spec-type draft-dspark --spec-draft-n-max 7
+    llama-server -m MODEL -md drafter.gguf --spec-type draft-dspark --spec-draft-n-max 5
 """
 
 from __future__ import annotations
@@ -24,12 +24,14 @@ from safetensors.torch import load_file, save_file
 from sparkchat.tokenizer import load_tokenizer
 from sparkchat.train.weights import TargetShape, read_target
 
+ROOT = Path(__file__).resolve().parents[1]
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", type=Path)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--drafter", type=Path, default=Path("sparkchat/drafters/smollm2-135m"))
+    parser.add_argument("--drafter", type=Path, default=ROOT / "sparkchat" / "drafters" / "smollm2-135m")
     options = parser.parse_args()
     shape, weights = read_target(options.model)
     write_drafter(options.drafter, weights, options.out / "drafter")
