@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from kernels.test_fp8_linear import NAN, half, weight_of
 from sparkchat.kernels.fp8.joint import JointProduct, joint_plan, joint_reference, takes_joint
 from sparkchat.kernels.fp8.joint_kernel import launch_joint
+from sparkchat.kernels.fp8.plan import MOST_PAIRS
 
 
 def product_of(outs: int, plain: int, size: int, device: torch.device, whole_from: int | None = None) -> JointProduct:
@@ -53,6 +56,21 @@ def test_a_row_does_not_depend_on_how_many_there_are(device: torch.device) -> No
     for count in (1, 9):
         for alone, all_of_them in zip(run(product, x[:count].clone()), together, strict=True):
             torch.testing.assert_close(alone, all_of_them[..., :count, :], atol=1e-6, rtol=1e-6)
+
+
+def test_codes_in_a_launch_of_their_own_give_the_same_bits(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    product = product_of(128, 72, 512, device, 64)
+    x = torch.randn(20, 512, device=device, dtype=half(device))
+    together = run(product, x)
+    # As of many rows of a large weight.
+    monkeypatch.setattr(
+        "sparkchat.kernels.fp8.joint_kernel.widened", lambda plan, *sizes: replace(plan, pairs=MOST_PAIRS, stages=3)
+    )
+    for apart, joint in zip(run(product, x), together, strict=True):
+        torch.testing.assert_close(apart, joint, atol=1e-6, rtol=1e-6)
+    assert not product.arrived.any()
 
 
 def test_the_call_leaves_what_the_reference_leaves() -> None:

@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparkchat.kernels.fp8.kernel import fp8_tile
+from sparkchat.kernels.fp8.kernel import fp8_tile, launch_fp8_linear
+from sparkchat.kernels.fp8.plan import MOST_PAIRS, widened
 from sparkchat.kernels.launch import launch, power_of_two, prefetch, wait
 from sparkchat.kernels.tiles.packing import OUTS, STEP
 from sparkchat.kernels.tiles.product import call_ahead
@@ -93,7 +94,7 @@ def _joint_product(
         wait(PDL)
         fp8_tile(
             x_ptr, codes_ptr, scales_ptr, out_ptr, num_rows, x_stride, out_stride, part_stride, PAIRS * 32, pair, part,
-            program // (PAIRS * SPLITS) * ROWS, STEPS, PART, ROWS, WARPS, 1, STAGES, ROUND,
+            program // (PAIRS * SPLITS) * ROWS, STEPS, PART, ROWS, WARPS, 1, STAGES, ROUND, False,
         )  # fmt: skip
 
 
@@ -107,8 +108,14 @@ def launch_joint(
     rows, plain_rows = plan.codes.row_tile(count, is_rounded), max(_LEAST_ROWS, min(_MOST_ROWS, power_of_two(count)))
     tiles, pairs = -(-num_plain // PLAIN_OUTS), outs // (2 * OUTS)
     plain_programs = tiles * plan.plain_splits * -(-count // plain_rows)
+    code_programs = pairs * plan.codes.splits * -(-count // rows)
+    many = widened(plan.codes, outs, count, is_rounded)
+    if many.pairs == MOST_PAIRS:
+        # Programs of several pairs have more warps than those of the plain weight: a launch of their own.
+        launch_fp8_linear(x, product.codes, out, 1, False, many)
+        code_programs = 0
     launch(
-        _joint_product, (plain_programs + pairs * plan.codes.splits * -(-count // rows),),
+        _joint_product, (plain_programs + code_programs,),
         x, product.codes.tiles, product.codes.scales, out, product.plain, plain, whole, product.arrived,
         count, plain_programs, num_plain, x.stride(0), out.stride(1), out.stride(0), plain.stride(1), plain.stride(0),
         whole.stride(0),

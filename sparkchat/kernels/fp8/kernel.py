@@ -19,13 +19,15 @@ from sparkchat.kernels.tiles.product import call_ahead, fp8_pairs
 def fp8_tile(
     x_ptr, codes_ptr, scales_ptr, out_ptr, num_rows, x_stride, out_stride, part_stride, outs_of_group, pair, part,
     first_row, STEPS: tl.constexpr, PART: tl.constexpr, ROWS: tl.constexpr, SPLIT: tl.constexpr, PAIRS: tl.constexpr,
-    STAGES: tl.constexpr, ROUND: tl.constexpr,
+    STAGES: tl.constexpr, ROUND: tl.constexpr, GROUPED: tl.constexpr,
 ):  # fmt: skip
     """The outputs of PAIRS pairs of tiles from ``pair`` on, of one part of the inputs, of some rows."""
     codes = codes_ptr + pair.to(tl.int64) * (STEPS * 4096)
     row = first_row + tl.arange(0, SPLIT * ROWS) % ROWS
-    group = pair * 32 // outs_of_group
-    x_rows = x_ptr + row.to(tl.int64) * x_stride + group * (STEPS * 128)
+    x_rows = x_ptr + row.to(tl.int64) * x_stride
+    if GROUPED:
+        # A division, which everything that is loaded of x would wait for.
+        x_rows += pair * 32 // outs_of_group * (STEPS * 128)
     one, two = fp8_pairs(
         x_rows, row < num_rows, codes, scales_ptr + pair * (STEPS * 2), part * PART,
         STEPS, PART, ROWS, PAIRS, SPLIT, STAGES, ROUND,
@@ -42,7 +44,7 @@ def fp8_tile(
 def _fp8_linear(
     x_ptr, codes_ptr, scales_ptr, out_ptr, pads_ptr, num_rows, x_stride, out_stride, part_stride, outs_of_group, rank,
     STEPS: tl.constexpr, PART: tl.constexpr, ROWS: tl.constexpr, SPLIT: tl.constexpr, PAIRS: tl.constexpr,
-    STAGES: tl.constexpr, ROUND: tl.constexpr, RANKS: tl.constexpr, PDL: tl.constexpr,
+    STAGES: tl.constexpr, ROUND: tl.constexpr, GROUPED: tl.constexpr, RANKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     pair, part = tl.program_id(0) * PAIRS, tl.program_id(1)
     if PDL and PAIRS == 1 and STEPS % PART == 0:
@@ -50,7 +52,7 @@ def _fp8_linear(
     wait(PDL)
     fp8_tile(
         x_ptr, codes_ptr, scales_ptr, out_ptr, num_rows, x_stride, out_stride, part_stride, outs_of_group, pair, part,
-        tl.program_id(2) * ROWS, STEPS, PART, ROWS, SPLIT, PAIRS, STAGES, ROUND,
+        tl.program_id(2) * ROWS, STEPS, PART, ROWS, SPLIT, PAIRS, STAGES, ROUND, GROUPED,
     )  # fmt: skip
     if RANKS > 1:
         meet(pads_ptr, tl.program_id(0) + tl.program_id(2) * tl.num_programs(0), rank, RANKS)
@@ -74,6 +76,6 @@ def launch_fp8_linear(
         x, weight.tiles, weight.scales, out, weight.scales if meeting is None else meeting.pads, count, x.stride(0),
         out.stride(-2), out.stride(0) if is_parts else 0, outs // groups, 0 if meeting is None else meeting.rank,
         STEPS=size // STEP, PART=plan.part(size), ROWS=rows, SPLIT=plan.warps, PAIRS=plan.pairs, STAGES=plan.stages,
-        ROUND=is_rounded, RANKS=0 if meeting is None else meeting.pads.shape[0], num_warps=plan.warps * plan.pairs,
-        num_stages=plan.stages,
+        ROUND=is_rounded, GROUPED=groups > 1, RANKS=0 if meeting is None else meeting.pads.shape[0],
+        num_warps=plan.warps * plan.pairs, num_stages=plan.stages,
     )  # fmt: skip

@@ -74,7 +74,11 @@ def plan_for_rows(
 ) -> Fp8Plan:
     """The plan of a weight [out, size] for so many rows, with the sums of ``plan_of``. Outputs of a group read the same
     inputs; a program's must be of one."""
-    plan = plan_of(out, size, has_parts)
+    return widened(plan_of(out, size, has_parts), out, rows, is_rounded, outs_of_group)
+
+
+def widened(plan: Fp8Plan, out: int, rows: int, is_rounded: bool = False, outs_of_group: int | None = None) -> Fp8Plan:
+    """``plan`` with as many pairs of tiles a program as many rows want."""
     if is_rounded or rows < MANY_ROWS:
         return plan
     pairs, width = 1, outs_of_group or out
