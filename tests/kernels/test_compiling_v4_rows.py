@@ -21,8 +21,8 @@ def test_they_compile_and_keep_their_numbers_in_registers(tmp_path: Path) -> Non
     assert done.returncode == 0, done.stderr[-2000:]
     lines = done.stdout.splitlines()
     assert {line.split()[0] for line in lines} == {
-        "_attend_latents", "_attend_rows", "_choose_entries", "_compress_rows", "_connect_streams", "_join_latents",
-        "_score_entries", "_write_latents",
+        "_attend_latents", "_attend_rows", "_balance_rows", "_choose_entries", "_compress_rows", "_connect_streams",
+        "_join_latents", "_merge_rows", "_score_entries", "_write_latents",
     }  # fmt: skip
     for line in lines:
         # A program that is given half of a multiprocessor's registers puts a few numbers aside, once.

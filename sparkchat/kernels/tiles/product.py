@@ -318,18 +318,6 @@ def _late_factor(scale):
 
 
 @triton.jit
-def fp8_pair(
-    x_rows, is_row, codes, scales, begin, STEPS: tl.constexpr, PART: tl.constexpr, ROWS: tl.constexpr,
-    WARPS: tl.constexpr, STAGES: tl.constexpr, ROUND: tl.constexpr,
-):  # fmt: skip
-    """As ``fp8_pairs``, of one pair: two sums [16, R] float32"""
-    one, two = fp8_pairs(
-        x_rows, is_row, codes, scales, begin, STEPS, PART, ROWS, 1, WARPS, STAGES, ROUND
-    )  # fmt: skip
-    return tl.reshape(one, (16, ROWS)), tl.reshape(two, (16, ROWS))
-
-
-@triton.jit
 def fp8_pairs(
     x_rows, is_row, codes, scales, begin, STEPS: tl.constexpr, PART: tl.constexpr, ROWS: tl.constexpr,
     PAIRS: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr, ROUND: tl.constexpr,
