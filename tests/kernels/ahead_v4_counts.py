@@ -1,8 +1,8 @@
 """Counts what the kernels of a DeepSeek V4 layer are made of, for an H200: ``PYTHONPATH=.:tests python FILE [NAME]``.
 
 A line a launch, with the plans in use for 1, 6, 96 and 384 rows: registers, bytes put aside, shared memory, programs
-that fit on a multiprocessor and how often the grid fills the card, instructions in front of the first loop; beneath it a
-line a loop: its instructions by kind, and the widths of what it loads and stores.
+that fit on a multiprocessor and how often the grid fills the card, instructions in front of the first loop; beneath it
+a line a loop: its instructions by kind, and the widths of what it loads and stores.
 """
 
 from __future__ import annotations
