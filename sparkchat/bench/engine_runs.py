@@ -49,6 +49,18 @@ class EngineRun:
         event = self.ask({"op": "num_graphs"}, "num_graphs", lambda event: None)
         return int(event["count"])
 
+    def capture_ahead(self, above: int, most: int, blocks: Sequence[tuple[int, bool]], draws: str) -> int:
+        """Have the engine capture what steps of more than ``above`` and at most ``most`` requests replay, drawn greedy,
+        sampled or filtered; ``blocks`` holds drafts verified of each request, and whether they share a budget.
+
+        Returns how many that were; 0 where it captures none.
+        """
+        made = self.num_graphs()
+        if self.info["graphs"] is not True:
+            return 0
+        command = {"op": "capture_ahead", "above": above, "most": most, "blocks": list(blocks), "draws": draws}
+        return int(self.ask(command, "num_graphs", lambda event: None)["count"]) - made
+
     def _events(self) -> Iterator[Event]:
         events = self._client.poll(None)
         if not events and not self._client.is_running:

@@ -11,12 +11,14 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from sparkchat import environment, strict_json
+from sparkchat.bench.ahead import capture_ahead
 from sparkchat.bench.arms import Arm, chosen_arms, possible_arms
 from sparkchat.bench.bars import bars_of, told
 from sparkchat.bench.chats import Chat, held_out_chats, meaningless_chats
@@ -35,12 +37,14 @@ from sparkchat.cli.output import as_json, data, note, table
 from sparkchat.cli.prepare import prepare
 from sparkchat.config import RunConfig
 from sparkchat.errors import NotEnoughDisk, SparkchatError, UsageError
+from sparkchat.params import SamplingParams
 
 ON_CPU, ON_GPU = (1, 4), (1, 8, 16, 32, 64, 128, 256)
 _ROOM = 512
 """Tokens of context for the prompt, where requests share the memory."""
 _PATIENCE_SECONDS = 8.0
 """How long an output that nobody reads may hold a program that was asked to end."""
+_NOTHING = ", so there is nothing to tell"
 _PNG_SECONDS, _HASTE_SECONDS = 60.0, 3.0
 """Of a converter; and of one that a signal may wait for."""
 
@@ -178,7 +182,8 @@ class _Bench:
             if config.spec.simulate_acceptance is None and len(arms) > 1:
                 self._compare(run, arms, chats)
                 lap("comparison")
-            for together in self.counts:
+            for before, together in pairwise([0, *self.counts]):
+                self._capture_ahead(run, arms, together, before, sampling)
                 group = [chats[n % len(chats)] for n in range(rounds[together] * together)]
                 measure(run, arms, group, together, sampling, partial(self._take, together))
                 if together != self.counts[-1]:
@@ -189,6 +194,16 @@ class _Bench:
             self.progress.prepare("comparing greedy answers", arms.index(arm) + 1, len(arms))
 
         self.equality = compare(run, arms, chats, self.counts[-1], self.tokens, begin)
+
+    def _capture_ahead(
+        self, run: EngineRun, arms: list[Arm], together: int, before: int, sampling: SamplingParams
+    ) -> None:
+        began = time.perf_counter()
+        self.progress.begin(f"making steps of {together} together ready")
+        block = self.config.spec.block_size or run.info["block_size"] or 0
+        if self.config.spec.draft_temperature == "target":  # others take the reference path
+            capture_ahead(run, arms, together, before, sampling, block)
+        self.seconds["captures_ahead"] = self.seconds.get("captures_ahead", 0.0) + time.perf_counter() - began
 
     def _take(self, together: int, arm: Arm, tally: Tally, seconds: float) -> None:
         assert self.sheet is not None
@@ -215,7 +230,7 @@ class _Bench:
             return
         missing, has_rows = self.sheet.missing_in_words(), bool(self.sheet.tallies())
         if missing:
-            note(f"ended early; not measured: {missing}" + ("" if has_rows else ", so there is nothing to tell"))
+            self.progress.say(f"ended early; not measured: {missing}" + _NOTHING * (not has_rows))
         if not has_rows:
             return
         report = self._report()
@@ -225,12 +240,12 @@ class _Bench:
             _tell(report, list(self._differing), self.as_json)
             if self._lost is not None:
                 if (refusal := self._refusal()) is not None:
-                    note(refusal.message)
+                    self.progress.say(refusal.message)
                 raise self._lost
             return
         for problem in (self._refusal(), self._lost):
             if problem is not None:
-                note(problem.message)
+                self.progress.say(problem.message)
         with suppress(OSError):  # a reader that went away as well
             _tell(report, list(self._differing), self.as_json)
 

@@ -1,13 +1,14 @@
 """How a bench shows how far it is: one changing line on a terminal, lines elsewhere; always on stderr.
 
-Nothing is drawn while a round is timed: what draws would take a core from what is measured.
+Nothing is drawn while a round is timed: what draws would take a core from what is measured. And where stderr takes
+nothing any more, the measuring goes on.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
 from sparkchat.bench.arms import Arm
@@ -70,6 +71,9 @@ class BenchProgress:
             text = f"{event['message']}, {done} of {total}" if has_count else str(event["message"])
             self._shown.pass_by(str(event["message"]), text)
 
+    def begin(self, what: str) -> None:
+        self._shown.pass_by(what, what)
+
     def prepare(self, what: str, number: int, total: int) -> None:
         """The ``number``-th of ``total`` steps ahead of the measuring."""
         self._shown.pass_by(what, f"{what}, {number} of {total}")
@@ -107,16 +111,17 @@ class _Lines:
         self._last, self._stage = 0.0, ""
 
     def say(self, text: str) -> None:
-        note(text)
+        with suppress(OSError):
+            note(text)
 
     def pass_by(self, stage: str, text: str) -> None:
         now = self._clock()
         if self._says_all or stage != self._stage or now - self._last >= _SECONDS_BETWEEN_LINES:
-            note(text)
+            self.say(text)
             self._stage, self._last = stage, now
 
     def row(self, text: str) -> None:
-        note(text)
+        self.say(text)
         self._stage, self._last = _ROUNDS, self._clock()
 
     def close(self) -> None:

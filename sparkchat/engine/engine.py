@@ -16,6 +16,7 @@ from sparkchat.engine.admission import Admission
 from sparkchat.engine.captured.build import build_decoder, reason_against, request_reason, warm_up
 from sparkchat.engine.captured.costs import captured_costs
 from sparkchat.engine.captured.decoder import CapturedDecoder
+from sparkchat.engine.captured.laws import Draws
 from sparkchat.engine.cost_probe import measured_cost, stored_cost, tuned_cost
 from sparkchat.engine.live_settings import LiveSettings
 from sparkchat.engine.loop import decode_step
@@ -254,6 +255,16 @@ class Engine:
     @property
     def num_graphs(self) -> int:
         return 0 if self._captured is None else self._captured.stages.num_graphs
+
+    def capture_ahead(self, above: Any, most: Any, blocks: Any, draws: Any) -> None:
+        """Make steps of more than ``above`` and at most ``most`` requests ready; see ``CapturedDecoder``. Not in the
+        middle of answers. Raises UsageError for what is none of this."""
+        try:
+            asked = int(above), int(most), [(int(block), bool(shares)) for block, shares in blocks], Draws(draws)
+        except (TypeError, ValueError):
+            raise UsageError(f"steps of {most!r} requests, {draws!r}, cannot be captured; give numbers") from None
+        if self._captured is not None and not self.has_work:
+            self._captured.capture_ahead(*asked)
 
     def tune_cost(self) -> list[Event]:
         """Measure step costs thoroughly and plan by them from now on. Only between answers: the caches are used."""

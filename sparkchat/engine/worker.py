@@ -141,7 +141,9 @@ def _obey(engine: Any, command: dict[str, Any], channel: Channel) -> bool:
             channel.send(*engine.change(command.get("id"), command.get("sampling"), command.get("think")))
         elif op == "plan_by_table":
             channel.send(*engine.plan_by_table(bool(command.get("on"))))
-        elif op == "num_graphs":
+        elif op in ("num_graphs", "capture_ahead"):
+            if op == "capture_ahead":
+                engine.capture_ahead(*map(command.get, ("above", "most", "blocks", "draws")))
             channel.send({"event": "num_graphs", "count": engine.num_graphs})
         elif op == "tune_cost":
             channel.send(*engine.tune_cost())

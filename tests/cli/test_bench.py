@@ -126,7 +126,7 @@ def test_every_row_is_told_on_stderr_as_it_comes(run: Callable[..., Done], tmp_p
     assert rows_of(done.json) == WHOLE
     assert (done.json["complete"], done.json["missing"]) == (True, [])
     assert {name for name, seconds in done.json["seconds"].items() if seconds > 0.0} == {
-        *("load", "first_answers", "comparison", "rounds"),
+        *("load", "first_answers", "comparison", "captures_ahead", "rounds"),
     }
     assert json.loads((tmp_path / "out" / "bench.json").read_text()) == done.json
     lines = [line.removeprefix("sparkchat: ") for line in done.err.splitlines()]

@@ -28,7 +28,7 @@ from sparkchat.engine.captured.seating import Seat, Seating
 from sparkchat.engine.captured.state import CAP, COMPACT, SHARED, STATIC
 from sparkchat.engine.captured.step import CapturedStep
 from sparkchat.engine.captured.strangers import room_each, strangers
-from sparkchat.engine.captured.tiers import request_tiers, round_up, row_tiers
+from sparkchat.engine.captured.tiers import EXACT_WINDOWS, request_tiers, round_up, row_tiers
 from sparkchat.engine.correction import correction_of, learn, refined_record
 from sparkchat.engine.lagged_lengths import BatchBudgets, choose_budgets, lengths_of
 from sparkchat.engine.lagged_plan import Budget
@@ -161,6 +161,23 @@ class CapturedDecoder:
                 self._prepare_draft(self._requests[0], kind)
             self._prepare_verify(rows, kind, False)
         progress(total, total)
+
+    @torch.inference_mode()
+    def capture_ahead(self, above: int, most: int, blocks: Sequence[tuple[int, bool]], draws: Draws) -> None:
+        """Capture what steps of more than ``above`` and at most ``most`` requests replay, the largest first.
+
+        ``blocks``: drafts verified of each request, and whether they share a budget. Coarse tiers alone: requests that
+        come and go meet them one after another, while which of the exact ones they meet is chance.
+        """
+        kind, exact = self._kind(draws), EXACT_WINDOWS * (self._step.width + 1)
+        for rows in reversed(self._rows):
+            for shares in (True, False):
+                of = [block + 1 for block, is_shared in blocks if is_shared == shares]
+                if rows > exact and any(above * window < rows <= most * window for window in of):
+                    self._prepare_verify(rows, kind, shares)
+        for count in reversed(self._requests):
+            if any(block for block, _ in blocks) and above < count <= most:
+                self._prepare_draft(count, kind)
 
     @torch.inference_mode()
     def time_stages(
