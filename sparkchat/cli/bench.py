@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import typer
 
 from sparkchat import environment, strict_json
-from sparkchat.bench.ahead import capture_ahead
+from sparkchat.bench.ahead import FEW, capture_ahead
 from sparkchat.bench.arms import Arm, chosen_arms, possible_arms
 from sparkchat.bench.bars import bars_of, told
 from sparkchat.bench.chats import Chat, held_out_chats, meaningless_chats
@@ -198,11 +198,13 @@ class _Bench:
     def _capture_ahead(
         self, run: EngineRun, arms: list[Arm], together: int, before: int, sampling: SamplingParams
     ) -> None:
+        takes_reference = self.config.spec.draft_temperature != "target"  # which replays nothing
+        if run.info["graphs"] is not True or takes_reference or together <= FEW:
+            return
         began = time.perf_counter()
-        self.progress.begin(f"making steps of {together} together ready")
+        self.progress.begin(f"capturing steps of {together} together")
         block = self.config.spec.block_size or run.info["block_size"] or 0
-        if self.config.spec.draft_temperature == "target":  # others take the reference path
-            capture_ahead(run, arms, together, before, sampling, block)
+        capture_ahead(run, arms, together, before, sampling, block)
         self.seconds["captures_ahead"] = self.seconds.get("captures_ahead", 0.0) + time.perf_counter() - began
 
     def _take(self, together: int, arm: Arm, tally: Tally, seconds: float) -> None:

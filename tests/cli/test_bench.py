@@ -44,6 +44,7 @@ class FakeEngine:
     """What happens when so many requests have come."""
     differs: ClassVar[bool] = False
     num_started: ClassVar[int] = 0
+    captured: ClassVar[list[dict[str, Any]]] = []
 
     def __init__(self, spec: LoadSpec) -> None:
         FakeEngine.num_started += 1
@@ -64,8 +65,14 @@ class FakeEngine:
         yield {"event": "ready", "info": INFO}
 
     def send(self, command: dict[str, Any]) -> None:
-        assert command["op"] == "plan_by_table"
-        self.told.append({"event": "info", "info": INFO})
+        if command["op"] == "plan_by_table":
+            self.told.append({"event": "info", "info": INFO})
+            return
+        if command["op"] == "capture_ahead":
+            FakeEngine.captured.append(json.loads(json.dumps(command)))
+        else:
+            assert command["op"] == "num_graphs"
+        self.told.append({"event": "num_graphs", "count": 3})
 
     def generate(self, request: GenerateRequest) -> None:
         self.num_requests += 1
@@ -105,6 +112,7 @@ def run(main: Cli, model_folder: Path, drafter_folder: Path, monkeypatch: pytest
     monkeypatch.setattr("sparkchat.bench.engine_runs.EngineClient", FakeEngine)
     monkeypatch.setattr(FakeEngine, "act_at", {})
     monkeypatch.setattr(FakeEngine, "num_started", 0)
+    monkeypatch.setattr(FakeEngine, "captured", [])
     words = ("--drafter", drafter_folder, "--concurrency", "1,2,4", "--prompts", "2", "--tokens", "8")
 
     def run(*args: str | Path) -> Done:
@@ -126,7 +134,7 @@ def test_every_row_is_told_on_stderr_as_it_comes(run: Callable[..., Done], tmp_p
     assert rows_of(done.json) == WHOLE
     assert (done.json["complete"], done.json["missing"]) == (True, [])
     assert {name for name, seconds in done.json["seconds"].items() if seconds > 0.0} == {
-        *("load", "first_answers", "comparison", "captures_ahead", "rounds"),
+        *("load", "first_answers", "comparison", "rounds"),
     }
     assert json.loads((tmp_path / "out" / "bench.json").read_text()) == done.json
     lines = [line.removeprefix("sparkchat: ") for line in done.err.splitlines()]
@@ -140,6 +148,16 @@ def test_every_row_is_told_on_stderr_as_it_comes(run: Callable[..., Done], tmp_p
     assert "(3 of 6, about" in rows[2]
     assert rows[-1].endswith("(6 of 6)")
     assert FakeEngine.num_started == 1
+
+
+def test_steps_are_captured_before_rounds_of_many(run: Callable[..., Done], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(INFO, "graphs", True)
+    done = run("--concurrency", "8,16,32", "--json")
+    assert done.code == 0, done.err
+    assert [(c["above"], c["most"]) for c in FakeEngine.captured] == [(8, 16), (16, 32)]
+    assert FakeEngine.captured[0]["blocks"] == [[0, False], [5, False]]
+    assert done.err.index("capturing steps of 16 together") < done.err.index("16 together, off")
+    assert done.json["seconds"]["captures_ahead"] > 0.0
 
 
 def test_the_file_is_there_after_every_concurrency(
