@@ -109,4 +109,4 @@ def test_a_block_is_close_to_torch(drafter: Drafter, monkeypatch: pytest.MonkeyP
     for i, (a, b) in enumerate(zip(ours, answers(drafter, True), strict=True)):
         # Keys and values are rounded to bfloat16, here and there to the other side; and for the logits, which are an
         # estimate, hidden states to 8 bits.
-        assert float((a - b).norm() / b.norm()) < (2e-2 if i % 2 else 5e-3)
+        assert float((a - b).norm() / b.norm()) < (2e-2 if i % 2 else 8e-3)
