@@ -7,7 +7,7 @@ import math
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -237,7 +237,7 @@ class _Bench:
             return
         report = self._report()
         if self.out is not None:
-            self._lost = _write_report(report, self.out) or _draw(report, self.out)
+            self._lost = _write_report(report, self.out) or _draw(report, self.out, self.progress.say)
         if not missing:
             _tell(report, list(self._differing), self.as_json)
             if self._lost is not None:
@@ -354,8 +354,8 @@ def _write_report(report: dict[str, Any], folder: Path) -> SparkchatError | None
     return None
 
 
-def _draw(report: dict[str, Any], folder: Path) -> SparkchatError | None:
-    """Write the plots; why that cannot be, or None."""
+def _draw(report: dict[str, Any], folder: Path, say: Callable[[str], None]) -> SparkchatError | None:
+    """Write the plots; why that cannot be, or None. ``say`` is told why there is no PNG."""
     title = f"{report['model']} on {report['device']}" + ("" if report["complete"] else " (not complete)")
     try:
         write_private(folder / "bench.svg", throughput_svg(plot_lines(report["results"]), title))
@@ -365,7 +365,7 @@ def _draw(report: dict[str, Any], folder: Path) -> SparkchatError | None:
         folder / "bench.svg", folder / "bench.png", _PNG_SECONDS if report["complete"] else _HASTE_SECONDS
     )
     if reason is not None:
-        note(reason)
+        say(reason)
     return None
 
 

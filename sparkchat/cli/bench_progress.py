@@ -135,10 +135,11 @@ class _ChangingLine:
         self._rich: RichProgress | None = None
 
     def say(self, text: str) -> None:
-        if self._rich is None:
-            note(text)
-        else:
-            self._rich.console.print(f"sparkchat: {printable(text)}", markup=False, highlight=False)
+        with suppress(OSError):  # a terminal that was closed
+            if self._rich is None:
+                note(text)
+            else:
+                self._rich.console.print(f"sparkchat: {printable(text)}", markup=False, highlight=False)
 
     def pass_by(self, stage: str, text: str) -> None:
         self._draw(text)
@@ -147,16 +148,18 @@ class _ChangingLine:
         self._draw(text)
 
     def close(self) -> None:
-        if self._rich is not None:
-            self._rich.stop()
-            self._rich = None
+        line, self._rich = self._rich, None
+        with suppress(OSError):
+            if line is not None:
+                line.stop()
 
     def _draw(self, text: str) -> None:
-        if self._rich is None:
-            self._rich = _start_line()
-            self._task = self._rich.add_task("")
-        self._rich.update(self._task, description=printable(text))
-        self._rich.refresh()
+        with suppress(OSError):
+            if self._rich is None:
+                self._rich = _start_line()
+                self._task = self._rich.add_task("")
+            self._rich.update(self._task, description=printable(text))
+            self._rich.refresh()
 
 
 def _start_line() -> RichProgress:

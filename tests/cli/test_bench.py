@@ -150,6 +150,42 @@ def test_every_row_is_told_on_stderr_as_it_comes(run: Callable[..., Done], tmp_p
     assert FakeEngine.num_started == 1
 
 
+def test_on_a_terminal_one_line_changes_and_is_gone_at_the_end(
+    run: Callable[..., Done], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sparkchat.cli.bench_progress.can_draw", lambda: True)
+    for name, value in {"FORCE_COLOR": "1", "TERM": "xterm", "COLUMNS": "60"}.items():
+        monkeypatch.setenv(name, value)
+    done = run()
+    assert done.code == 0, done.err
+    assert len(done.out.splitlines()) == 2 + 6
+    assert "\x1b" not in done.out
+    assert "an old [b]table[/b] is not used\n" in done.err
+    assert "4 together, static: " in done.err
+    # What stays: the notice, and the line that is wiped.
+    assert done.err.count("\n") == 2
+    assert done.err.endswith("\x1b[2K")
+
+
+def test_verbose_tells_every_round(run: Callable[..., Done]) -> None:
+    done = run("--verbose")
+    assert [line.split(", ")[1].split(":")[0] for line in done.err.splitlines() if "round 1 of 2" in line] == [
+        "off",
+        "static",
+    ]
+
+
+def test_stderr_that_takes_nothing_stops_no_measuring(
+    run: Callable[..., Done], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_text: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("sparkchat.cli.bench_progress.note", full)
+    done = run()
+    assert (done.code, len(done.out.splitlines())) == (0, 2 + 6)
+
+
 def test_steps_are_captured_before_rounds_of_many(run: Callable[..., Done], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(INFO, "graphs", True)
     done = run("--concurrency", "8,16,32", "--json")
