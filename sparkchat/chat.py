@@ -17,6 +17,7 @@ import jinja2
 from sparkchat import deepseek_prompt
 from sparkchat.bounded_render import TooMuch, render_bounded
 from sparkchat.errors import UsageError
+from sparkchat.spelled_tokens import SpelledTokens
 from sparkchat.thinking import ThinkingSplitter, find_thinking_tags, prompt_opens_thinking
 from sparkchat.tokenizer import LoadedTokenizer, load_tokenizer
 
@@ -84,7 +85,7 @@ class RenderedPrompt:
 
     token_ids: tuple[int, ...]
     text: str
-    """Exactly what was tokenised."""
+    """Exactly what was tokenised; special tokens that a message spells are text there (``spelled_tokens.py``)."""
     notices: tuple[str, ...]
     """Plain words for the user about anything that was changed."""
     template: TemplateKind
@@ -115,11 +116,13 @@ def render_prompt(
     if tokenizer is None:
         raise UsageError("a chat needs a tokenizer and this model has none; give --prompt-ids")
     chat = _with_system(_checked(messages), system)
+    spelled = SpelledTokens(tokenizer, [message["content"] for message in chat])
+    chat = [{**message, "content": spelled.mark(message["content"])} for message in chat]
     source, kind = _pick_template(tokenizer, chat_template)
     if source is None and model_type == deepseek_prompt.MODEL_TYPE:
         text = _write_deepseek(chat, think, reasoning_effort, release, add_generation_prompt)
         opens = add_generation_prompt and text.endswith(deepseek_prompt.THINK)
-        return RenderedPrompt(_encode(tokenizer, text), text, (), "checkpoint", opens)
+        return RenderedPrompt(spelled.encode(text), spelled.unmark(text), (), "checkpoint", opens)
     switches = _switches(source, think, reasoning_effort)
     notices: tuple[str, ...] = ()
     rendered = None
@@ -141,9 +144,9 @@ def render_prompt(
     text = render(chat, add_generation_prompt)
     opening = _generation_prompt(render, chat)
     _check_think(think, source, tokenizer, opening)
-    token_ids = _encode(tokenizer, text)
+    token_ids = spelled.encode(_sound(text))
     opens = add_generation_prompt and prompt_opens_thinking(tokenizer, _encode(tokenizer, opening))
-    return RenderedPrompt(token_ids, text, notices + changes, kind, opens)
+    return RenderedPrompt(token_ids, spelled.unmark(text), notices + changes, kind, opens)
 
 
 def _write_deepseek(
