@@ -66,12 +66,12 @@ def test_projections(out: int, size: int, has_parts: bool, is_rounded: bool) -> 
         fp8_linear(x, weight, to, is_rounded=is_rounded)
         return to
 
-    x = normal(70, size)
-    together, want = product(x), torch.empty(70, out, device=CUDA)
+    x = normal(384, size)
+    together, want = product(x), torch.empty(384, out, device=CUDA)
     fp8_linear_reference(x, weight, want, 1, is_rounded)
     assert error(together.sum(0) if has_parts else together, want) < 1e-4
     # A row's bits do not depend on the rows beside it, whatever tile it lies in.
-    for count in (1, 6, 8, 9, 16, 17, 64):
+    for count in (1, 6, 8, 9, 16, 17, 64, 96, 200):
         assert torch.equal(product(x[:count].clone()), together[..., :count, :]), count
 
 
@@ -81,14 +81,14 @@ def test_one_launch_for_what_reads_the_input(plain: int, whole_from: int | None)
     from sparkchat.kernels.launch import overlap
 
     product = JointProduct(fp8_of(1536, D), normal(plain, D) * D**-0.5, whole_from)
-    x = normal(70, D)
+    x = normal(384, D)
     together = product(x)
     want = [torch.empty_like(each) for each in together]
     joint_reference(x, product, *want, False)
     assert error(together[0], want[0]) < 1e-4 and not product.arrived.any()
     assert error(together[1][..., : product.whole_from], want[1][..., : product.whole_from]) < 1e-4
     assert whole_from is None or error(together[2], want[2]) < 1e-4
-    for count in (1, 6, 8, 9, 16, 17, 64):
+    for count in (1, 6, 8, 9, 16, 17, 64, 200):
         with overlap():
             alone = product(x[:count].clone())
         for some, all_of_them in zip(alone[::2], together[::2], strict=True):
@@ -130,11 +130,14 @@ def test_projections_by_groups() -> None:
     from sparkchat.kernels.fp8 import fp8_linear
     from sparkchat.kernels.fp8.reference import fp8_linear_reference
 
-    weight, x = fp8_of(D, D), normal(6, 4 * D)
-    got, want = torch.full((6, D), float("nan"), device=CUDA), torch.empty(6, D, device=CUDA)
+    weight, x = fp8_of(D, D), normal(384, 4 * D)
+    got, want = torch.full((384, D), float("nan"), device=CUDA), torch.empty(384, D, device=CUDA)
     fp8_linear(x, weight, got, groups=4)
     fp8_linear_reference(x, weight, want, 4, False)
     assert error(got, want) < 1e-4
+    few = torch.full((6, D), float("nan"), device=CUDA)
+    fp8_linear(x[:6].clone(), weight, few, groups=4)
+    assert torch.equal(few, got[:6])
 
 
 @pytest.mark.parametrize("rows", [1, 6, 33, 384])
@@ -257,7 +260,7 @@ def test_how_experts_are_cut_changes_no_bit_where_the_parts_are_the_same(layer) 
         assert torch.equal(again[0], inner) and torch.equal(again[1], parts)
 
 
-@pytest.mark.parametrize("name", ["8", "9"])
+@pytest.mark.parametrize("name", ["8", "9", "12", "5 of 2 pairs, 4 stages", "6 of 2 pairs, 3 stages"])
 def test_experts_in_one_launch(name: str, layer) -> None:  # type: ignore[no-untyped-def]
     from dataclasses import replace
 
