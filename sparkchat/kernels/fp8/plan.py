@@ -95,8 +95,8 @@ def num_programs(out: int, size: int, rows: int, is_rounded: bool) -> int:
 
 
 def shared_bytes(plan: Fp8Plan, rows: int, bytes_of_step: int = 2 * 16 * STEP) -> int:
-    """Shared memory of a program, nearly."""
-    return plan.stages * plan.warps * (plan.pairs * bytes_of_step + plan.row_tile(rows) * STEP * 2)
+    """Shared memory of a program, nearly: a buffer less than stages."""
+    return max(1, plan.stages - 1) * plan.warps * (plan.pairs * bytes_of_step + plan.row_tile(rows) * STEP * 2)
 
 
 def tried(out: int, size: int, rows: int, has_parts: bool) -> list[Fp8Plan]:
