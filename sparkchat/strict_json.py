@@ -59,15 +59,22 @@ def loads(text: str | bytes, *, unique_keys: bool = False) -> Any:
         return json.loads(text, parse_constant=_refuse_constant, parse_float=_finite_float, object_pairs_hook=hook)
     except RecursionError:
         raise ValueError("nested too deeply") from None
+    except ValueError as error:
+        if "int_max_str_digits" not in str(error):
+            raise
+        # Python's own words tell how to lift its limit. A hook for whole numbers would slow all others down.
+        raise ValueError("a whole number has too many digits") from None
 
 
 def read_member(text: bytes, name: str) -> dict[str, Any]:
-    """``{name: its value}`` from an object that ``loads`` refused for a number or some bytes of another member.
+    """``{name: its value}`` from an object that ``loads`` refused for a number or some bytes of another member, or for
+    what stands behind it.
 
     Empty where it cannot be told as it was written.
     """
     try:
-        value = json.loads(text.decode("utf-8", "replace"))[name]
+        decoder = json.JSONDecoder(parse_int=_whole_or_infinity)
+        value = decoder.raw_decode(text.decode("utf-8", "replace").lstrip())[0][name]
         is_whole = "\ufffd" not in json.dumps(value, ensure_ascii=False, allow_nan=False)
     except (ValueError, TypeError, LookupError, RecursionError):
         return {}
@@ -89,6 +96,13 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = next(key for n, (key, _) in enumerate(pairs) if any(key == other for other, _ in pairs[:n]))
         raise ValueError(f"{twice[:40]!r} is given twice")
     return found
+
+
+def _whole_or_infinity(text: str) -> float:
+    try:
+        return int(text)
+    except ValueError:  # more digits than Python reads
+        return math.inf
 
 
 def _refuse_constant(name: str) -> float:

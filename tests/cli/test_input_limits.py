@@ -10,6 +10,7 @@ from cli.conftest import Cli
 from sparkchat import switches
 from sparkchat.cli.lines import Lines
 from sparkchat.errors import UsageError
+from sparkchat.requests import BadLine, parse_line
 
 
 def test_lines_come_whole_from_any_pieces() -> None:
@@ -62,3 +63,19 @@ def test_an_empty_no_color_asks_for_nothing(
 ) -> None:
     monkeypatch.setenv("NO_COLOR", word)
     assert main("doctor", "--json", "--offline").json["terminal"]["no_color"] is is_asked
+
+
+@pytest.mark.parametrize(
+    ("line", "fields"),
+    [
+        (b'{"id": 1, "seed": ' + b"9" * 5000 + b"}", {"id": 1}),
+        (b'{"seed": ' + b"9" * 5000 + b', "id": [2]}', {"id": [2]}),
+        (b'{"id": ' + b"9" * 5000 + b"}", {}),
+        (b' {"id": 3, "prompt": "x"} extra', {"id": 3}),
+        (b'{"id": 4, "prompt": "x"', {}),
+    ],
+)
+def test_a_bad_line_keeps_its_id_where_that_can_be_read(line: bytes, fields: dict[str, object]) -> None:
+    bad = parse_line(line)
+    assert isinstance(bad, BadLine) and bad.fields == fields
+    assert "sys." not in bad.error
