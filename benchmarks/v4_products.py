@@ -314,7 +314,9 @@ def route_cases(make: Maker) -> Iterator[Case]:
         size = sum(bytes_of([routing], make)) + 2 * EXPERTS * D
         gate = 2 * EXPERTS * D
         yield Case(f"gate scores {rows} rows", gate, make.sets(gate), {"used": scores, **gate_variants(make, x)})
-        ways = {f"warps {p.warps}{', one launch' * p.is_one}": partial(route, plan=p) for p in GATE_PLANS}
+        ways = {
+            f"warps {p.warps}{', one launch' * p.is_one}, {p.listed} listed": partial(route, plan=p) for p in GATE_PLANS
+        }
         yield Case(f"route {rows} rows", logits.nbytes, 1, ways)
         # Always the same experts: of 1 row they stay in the L2 cache, so that this shows what launches cost.
         yield Case(f"a layer's mixture {rows} rows", size, 1, {"used": whole, "overlapped": overlapped})

@@ -125,12 +125,12 @@ def _connect_streams(
     NUMBERS: tl.constexpr, READ: tl.constexpr, MIX: tl.constexpr, ITERATIONS: tl.constexpr, PARTS: tl.constexpr,
     PLACED: tl.constexpr, RANKS: tl.constexpr, MOST_ROWS: tl.constexpr, MOST_PROGRAMS: tl.constexpr,
     HAS_TAP: tl.constexpr, HAS_OUT: tl.constexpr, HAS_TAKEN: tl.constexpr, HAS_MIX: tl.constexpr, FIRST: tl.constexpr,
-    FAST: tl.constexpr, PDL: tl.constexpr,
+    SECOND: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
-    # Where the first half was a launch of its own (many.py) nothing is waited for.
-    MEETING: tl.constexpr = 2 if FIRST else 0
+    # Where the halves are launches, the first of them mostly those of many.py, nothing is waited for.
+    MEETING: tl.constexpr = 2 if FIRST and SECOND else 0
     TYPE: tl.constexpr = streams_ptr.dtype.element_ty
     wait(PDL)
     sums_ptr += row * (PROGRAMS * (READ + MIX))
@@ -150,7 +150,7 @@ def _connect_streams(
             for stream in tl.static_range(STREAMS):
                 at = (merged_ptr if PARTS > 0 else streams_ptr) + (row * STREAMS + stream) * SIZE + column
                 xs = xs + (tl.load(at).to(tl.float32),)  # noqa: RUF005
-        if HAS_OUT or HAS_TAKEN:
+        if SECOND and (HAS_OUT or HAS_TAKEN):
             index = tl.arange(0, READ)
             scale = tl.load(scale_ptr + index, mask=index < STREAMS, other=0.0)
             base = tl.load(base_ptr + index, mask=index < STREAMS, other=0.0)
@@ -160,7 +160,7 @@ def _connect_streams(
                 row, column, xs, factors, totals, scale, base, out_ptr, taken_ptr, rms_eps, eps, norm_eps, TYPE, SIZE,
                 STREAMS, READ, HAS_OUT, HAS_TAKEN,
             )  # fmt: skip
-    else:
+    elif SECOND:
         if HAS_MIX:
             made = numbers_of(
                 sums_ptr, base_ptr, scale_ptr, round_, rms_eps, SIZE, STREAMS, PROGRAMS, READ, MIX, MEETING
@@ -209,7 +209,7 @@ def launch_connect_streams(
         "num_warps": plan.warps,
     }  # fmt: skip
 
-    def start(is_first: bool) -> None:
+    def start(is_first: bool, is_second: bool = True) -> None:
         launch(
             _connect_streams, (programs + 1, num_rows),
             streams, source, streams if mix is None else mix, streams if merged is None else merged,
@@ -222,13 +222,17 @@ def launch_connect_streams(
             ITERATIONS=weights.iterations,
             RANKS=1 if exchange is None else exchange.ranks, MOST_ROWS=MOST_ROWS, MOST_PROGRAMS=MOST_PROGRAMS,
             HAS_TAP=tap is not None, HAS_OUT=out is not None, HAS_TAKEN=taken is not None,
-            HAS_MIX=next_mix is not None and not weights.is_head, FIRST=is_first,
+            HAS_MIX=next_mix is not None and not weights.is_head, FIRST=is_first, SECOND=is_second,
             # The interpreter runs no instructions of the card.
             FAST=not triton.knobs.runtime.interpret, **sizes,
         )  # fmt: skip
 
     # The interpreter runs one program after the other, so that none may wait for another of its row.
-    if num_rows > MOST_ROWS or (triton.knobs.runtime.interpret and not streams.is_cuda):
+    is_interpreted = triton.knobs.runtime.interpret and not streams.is_cuda
+    if is_interpreted and exchange is not None:
+        start(True, False)
+        start(False)
+    elif num_rows > MOST_ROWS or is_interpreted:
         launch_merge_rows(
             streams, source, mix, streams if merged is None else merged, tap, weights.fn, workspace.sums,
             workspace.rounds, (part_stride, row_stride), weights.eps, weights.iterations, plan.tile_rows, **sizes,
