@@ -195,14 +195,19 @@ def _show_cost(cost: dict[str, Any]) -> None:
         for batch in cost["batches"]
     ]
     table(["REQUESTS", "NO DRAFTING", "ROWS: MS"], rows)
-    extra = cost["context"]
-    if extra is not None:
-        per = 1000 * (extra["ms_per_token"] + extra["ms_per_token_row"])
-        data(
-            f"1000 more cached tokens: {per:.2f} ms, and {1000 * extra['ms_per_token_row']:.2f} ms for each further row"
-        )
+    by_requests = [(batch["requests"], batch["context"]) for batch in cost["batches"] if batch["context"] is not None]
+    if by_requests:
+        for requests, extra in by_requests:
+            data(f"1000 more cached tokens, {requests} together: {_of_context(extra)}")
+    elif cost["context"] is not None:
+        data(f"1000 more cached tokens: {_of_context(cost['context'])}")
     if cost["file"]:
         data(f"kept in {cost['file']}")
+
+
+def _of_context(extra: dict[str, float]) -> str:
+    by_row = 1000 * extra["ms_per_token_row"]
+    return f"{1000 * extra['ms_per_token'] + by_row:.2f} ms, and {by_row:.2f} ms for each further row of a request"
 
 
 def _show_sts(sts: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from cases.harness import parse_strict, sparkchat
 from fixtures import bigram
-from sparkchat.cli.tune import _refuse_unkept
+from sparkchat.cli.tune import _refuse_unkept, _show_cost
 from sparkchat.errors import SparkchatError
 
 P = (0.2, 0.5, 0.3)
@@ -102,3 +102,18 @@ def test_what_cannot_be_kept_is_an_error_and_shown_all_the_same() -> None:
     _refuse_unkept({"model": "m", "cost": {"file": "/kept"}, "sts": {"file": "/kept"}})
     with pytest.raises(SparkchatError, match=r"step costs of m were found.*could not be kept"):
         _refuse_unkept({"model": "m", "cost": {"file": None}})
+
+
+def test_what_cached_tokens_add_is_shown_for_every_number_of_requests(capsys: pytest.CaptureFixture[str]) -> None:
+    def batch(requests: int, ms: float | None) -> dict[str, Any]:
+        extra = None if ms is None else {"tokens": requests, "ms_per_token": ms, "ms_per_token_row": 1e-5}
+        return {"requests": requests, "rows": [requests], "step_ms": [5.0], "plain_ms": 4.0, "context": extra}
+
+    whole = {"tokens": 1, "ms_per_token": 0.002, "ms_per_token_row": 0.0}
+    _show_cost({"batches": [batch(1, 1.5e-4), batch(32, 4e-5)], "context": whole, "file": None})
+    shown = capsys.readouterr().out
+    assert "1000 more cached tokens, 1 together: 0.16 ms, and 0.01 ms" in shown
+    assert ", 32 together: 0.05 ms, and 0.01 ms for each further row" in shown
+    assert "2.00" not in shown
+    _show_cost({"batches": [batch(1, None)], "context": whole, "file": None})
+    assert "1000 more cached tokens: 2.00 ms, and 0.00 ms for each further row" in capsys.readouterr().out

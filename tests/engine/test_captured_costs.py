@@ -63,6 +63,7 @@ def test_context_is_as_long_as_there_is_room_for() -> None:
     table = captured_costs(device, BLOCK, [1, 4, 32])  # type: ignore[arg-type]
     assert device.longest == {1: 1 + 5888, 4: 1 + 1408, 32: 1 + 128}
     assert [batch.context and batch.context.tokens for batch in table.batches] == [1, 4, 32]
+    assert table.context == table.batches[0].context
     tight = Device(200)
     assert [b.context is None for b in captured_costs(tight, BLOCK, [1, 4]).batches] == [False, True]  # type: ignore[arg-type]
     assert tight.longest == {1: 129, 4: 1}

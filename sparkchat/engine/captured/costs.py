@@ -50,7 +50,7 @@ def captured_costs(decoder: CapturedDecoder, block: int, counts: Sequence[int]) 
             context = context_costs(count, count * (1 + more), rows[-1] / count - 1, pairs)
         batches.append(BatchCosts(count, rows, times, time(count, False, count), filtered_ms, context))
     # Between rows that were left out a step up would be seen far too early.
-    return table_of(batches, pads_up=not is_thinned)
+    return table_of(batches, pads_up=not is_thinned, context=batches[0].context)
 
 
 def thinned(rows: Sequence[int]) -> tuple[int, ...]:
