@@ -44,7 +44,7 @@ PENDING_ROWS = 2
 PROBE_SAMPLING = SamplingParams(temperature=0.7, top_p=0.95, ignore_eos=True, seed=1)
 """Close to what chats use, so that the probe pays for filters and draws too."""
 
-_PROBE = "3"
+_PROBE = "4"
 """Counts up when tables are measured otherwise than before."""
 
 Progress = Callable[[dict[str, Any]], None]
@@ -139,37 +139,29 @@ def measure(
     the pair yields no numbers.
     """
     budget, turns = BUDGET_SECONDS if seconds is None else seconds, REPEATS if repeats is None else repeats
-    ends, parts = time.monotonic() + budget, len(counts) + 1
+    ends = time.monotonic() + budget
     lengths: list[Length] = [None, *_outside_in(block)]
     batches: list[BatchCosts] = []
-    times: dict[Length, float] = {}
     for number, count in enumerate(counts):
         # What one part leaves of its share goes to the others.
-        share = (ends - time.monotonic()) / (parts - number)
-        times = _time_lengths(pair, count, block, lengths, share, PROMPT_TOKENS, turns)
+        share = (ends - time.monotonic()) / (len(counts) - number)
+        # What context adds to the numbers between lies on the line between.
+        long_tokens = _long_tokens(pair, count) if count in (counts[0], counts[-1]) else None
+        times, context = _time_lengths(pair, count, block, lengths, share, long_tokens, turns)
         filled = sorted(_filled(times).items())
         rows, step_ms = tuple(count * (n + 1) for n, _ in filled), tuple(ms for _, ms in filled)
-        batches.append(BatchCosts(count, rows, step_ms, times.get(None)))
-    left = ends - time.monotonic()
-    has_time = (times[0] + times[block]) / 1e3 < left
-    context = _context_costs(pair, counts[-1], block, times, left, turns) if has_time else None
-    return table_of(batches, pads_up=False, context=context)
+        batches.append(BatchCosts(count, rows, step_ms, times.get(None), context=context))
+    return table_of(batches, pads_up=False, context=batches[0].context)
 
 
-def _context_costs(
-    pair: LoadedPair, count: int, block: int, short: Mapping[Length, float], seconds: float, repeats: int
-) -> ContextCosts | None:
-    """What a cached token adds, from ``count`` requests behind long contexts; None where there is no room for any.
+def _long_tokens(pair: LoadedPair, count: int) -> int | None:
+    """Cached tokens of ``count`` requests behind long contexts; None where there is no room for any."""
+    tokens = count * min(max(LONG_TOKENS // count, LEAST_LONG_TOKENS), pair.context - 1)
+    return tokens if tokens >= 2 * _short_tokens(count) else None
 
-    Of the most requests that may run together: their contexts lie further apart than that of one, and cost half as much
-    again a token.
-    """
-    each = min(max(LONG_TOKENS // count, LEAST_LONG_TOKENS), pair.context - 1)
-    base = max(PROMPT_TOKENS, PENDING_ROWS * count)
-    if each * count < 2 * base:
-        return None
-    long = _time_lengths(pair, count, block, [0, block], seconds, each * count, repeats)
-    return context_costs(base, each * count, block, [(short[n], long[n]) for n in (0, block)])
+
+def _short_tokens(count: int) -> int:
+    return max(PROMPT_TOKENS, PENDING_ROWS * count)
 
 
 def _outside_in(last: int) -> list[int]:
@@ -200,27 +192,42 @@ def _time_lengths(
     block: int,
     lengths: Sequence[Length],
     seconds: float,
-    context_tokens: int,
+    long_tokens: int | None,
     repeats: int,
-) -> dict[Length, float]:
-    """Median milliseconds of a step of ``count`` requests by verify length, behind ``context_tokens`` in all.
+) -> tuple[dict[Length, float], ContextCosts | None]:
+    """Median milliseconds of a step of ``count`` requests by verify length; and what a cached token adds, where
+    ``long_tokens`` are given and there is time for steps behind them.
 
-    All lengths take turns, so that a machine that is busy for a moment does not bend the table. The first turn warms
-    up and counts only where the budget allows no second.
+    ``lengths`` begin with None, 0 and ``block``. All of them take turns, those behind long contexts among them, so that
+    a machine that is busy, or slower, for a moment bends neither the table nor the difference. The first turn warms up
+    and counts only where the budget allows no second.
     """
     deadline = time.monotonic() + seconds
-    probe = _probe(pair, count, block, context_tokens)
+    probe, long = _probe(pair, count, block, PROMPT_TOKENS), None
     times: dict[Length, list[float]] = {}
+    behind: dict[Length, list[float]] = {0: [], block: []}
     for turn in range(repeats + 1):
         began = time.monotonic()
-        for length in lengths:
-            is_bound = length in (None, 0, block)
-            if turn == 0 and not is_bound and time.monotonic() > deadline:
+        for length in lengths[:3]:
+            times.setdefault(length, []).append(_time_step(probe, length))
+        if turn == 0 and long_tokens and (times[0][0] + times[block][0]) / 1e3 < deadline - time.monotonic():
+            long = _probe(pair, count, block, long_tokens)
+        for length in behind if long is not None else ():
+            behind[length].append(_time_step(long, length))
+        for length in lengths[3:]:
+            if turn == 0 and time.monotonic() > deadline:
                 break
             times.setdefault(length, []).append(_time_step(probe, length))
         if 2 * time.monotonic() - began > deadline:
             break
-    return {length: statistics.median(found[1:] or found) for length, found in times.items()}
+    context = None
+    if long is not None and long_tokens is not None:
+        added = [
+            statistics.median(found[1:] or found)
+            for found in ([after - before for before, after in zip(times[n], behind[n], strict=True)] for n in behind)
+        ]
+        context = context_costs(_short_tokens(count), long_tokens, block, [(0.0, ms) for ms in added])
+    return {length: statistics.median(found[1:] or found) for length, found in times.items()}, context
 
 
 @dataclass

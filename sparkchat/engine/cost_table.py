@@ -267,16 +267,16 @@ def _context_between(batches: Sequence[BatchCosts], requests: int) -> ContextCos
     high = next((found for found in known if found[0] >= requests), known[-1])
     low = next((found for found in reversed(known) if found[0] <= requests), known[0])
     span = high[0] - low[0]
-    weight = (requests - low[0]) / span if span > 0 else 0.0
+    weight = (requests - low[0]) / span if span else 0.0
 
     def line(name: str) -> float:
-        if span <= 0:
+        if not span:
             return getattr(high[1], name)
         each_low, each_high = (getattr(costs, name) * count for count, costs in (low, high))
         return (each_low + weight * (each_high - each_low)) / requests
 
-    base = round(requests * high[1].tokens / high[0])
-    return ContextCosts(base, line("ms_per_token"), line("ms_per_token_row"))
+    base = low[1].tokens + weight * (high[1].tokens - low[1].tokens) if span else high[1].tokens * requests / high[0]
+    return ContextCosts(round(base), line("ms_per_token"), line("ms_per_token_row"))
 
 
 def _with_hull(
