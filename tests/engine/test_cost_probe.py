@@ -108,6 +108,32 @@ def test_a_tuned_table_knows_what_context_adds(tiny: Runner, monkeypatch: pytest
         assert [lookup.at(1, tokens).step_ms(n) for n in range(1, BLOCK + 2)] == pytest.approx(measured, rel=0.02)
 
 
+def test_what_context_adds_is_known_of_one_request_and_of_the_most(
+    tiny: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = SlowMachine(monkeypatch, 0.01, 0.001, context=1e-5, context_row=1e-6)
+    table = measure(tiny.engine.pair, [1, 2, 4], BLOCK, 60.0, 5)
+    assert [batch.context is not None for batch in table.batches] == [True, False, True]
+    lookup = CostLookup(table)
+    for requests in (1, 2, 3, 4):
+        found = lookup.at(requests, 400).step_ms(requests * (BLOCK + 1)) - lookup.at(requests, 100).step_ms(
+            requests * (BLOCK + 1)
+        )
+        wanted = machine.milliseconds(BLOCK, 400) - machine.milliseconds(BLOCK, 100)
+        assert found == pytest.approx(wanted, rel=0.01)
+
+
+def test_a_machine_that_slows_down_does_not_make_context_dear(tiny: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes half as long again at the end; what is compared takes turns, so that context does not pay for it."""
+    machine = SlowMachine(monkeypatch, 0.01, 0.001, context=2e-6)
+    at_first = machine.milliseconds
+    monkeypatch.setattr(machine, "milliseconds", lambda *what: at_first(*what) * (1 + (machine.now - 1000) / 4))
+    table = measure(tiny.engine.pair, [1], BLOCK, 2.0, 16)
+    assert machine.now - 1000 > 1.5
+    assert table.context is not None
+    assert table.context.ms_per_token == pytest.approx(0.002 * 1.25, rel=0.2)
+
+
 def test_a_tuned_table_counts_for_as_many_requests_as_it_covers(
     tiny_pair: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
