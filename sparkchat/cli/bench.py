@@ -24,7 +24,6 @@ from sparkchat.bench.bars import bars_of, told
 from sparkchat.bench.chats import Chat, held_out_chats, meaningless_chats
 from sparkchat.bench.engine_runs import EngineRun, engine_run
 from sparkchat.bench.equality import Equality, compare
-from sparkchat.bench.files import write_private
 from sparkchat.bench.measuring import Tally, answer, measure, requests_of
 from sparkchat.bench.plot import throughput_svg
 from sparkchat.bench.png import write_png
@@ -38,6 +37,7 @@ from sparkchat.cli.prepare import prepare
 from sparkchat.config import RunConfig
 from sparkchat.errors import NotEnoughDisk, SparkchatError, UsageError
 from sparkchat.params import SamplingParams
+from sparkchat.private_file import write_private
 
 ON_CPU, ON_GPU = (1, 4), (1, 8, 16, 32, 64, 128, 256)
 _ROOM = 512

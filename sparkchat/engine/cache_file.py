@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from sparkchat.errors import SparkchatError
+from sparkchat.private_file import write_private
 
 
 def measurement_key(*, model: str, drafter: str | None, device: str, versions: Mapping[str, str]) -> str:
@@ -35,18 +34,10 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
     Raises SparkchatError when the folder or the file cannot be written.
     """
     text = json.dumps(content, allow_nan=False, sort_keys=True)
-    temporary: str | None = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # created 0600
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        Path(temporary).replace(path)
+        write_private(path, text)
     except OSError as error:
-        if temporary is not None:
-            Path(temporary).unlink(missing_ok=True)
         raise SparkchatError(f"{path} cannot be written: {error.strerror or error}; check the cache folder") from error
 
 

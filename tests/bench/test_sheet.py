@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from sparkchat.bench.files import write_private
 from sparkchat.bench.measuring import Tally
 from sparkchat.bench.sheet import Sheet
+from sparkchat.private_file import write_private
 
 
 def tally(tokens: int) -> Tally:

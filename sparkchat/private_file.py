@@ -1,4 +1,4 @@
-"""Writes what a bench has to tell so that a reader, or a killed process, never leaves half of it."""
+"""Replaces a file of ours so that no reader, and no process that is killed, ever finds or leaves half of it."""
 
 from __future__ import annotations
 
