@@ -46,9 +46,8 @@ def shared_gate_up(
     """Of the expert of all rows: [P, 16, R] float32 for inner, in which of its rows [R], which of them there are."""
     # A pair of tiles is one of gate and one of up. Row n of part s lies at s * ROWS + n.
     row, to_row = item * ROWS + tl.arange(0, SPLIT * ROWS) % ROWS, item * ROWS + tl.arange(0, ROWS)
-    row = tl.minimum(row, num_rows - 1)
     gate, up = fp8_pairs(
-        x_ptr + row.to(tl.int64) * x_stride, codes + tile.to(tl.int64) * (STEPS * 4096),
+        x_ptr + row.to(tl.int64) * x_stride, row < num_rows, codes + tile.to(tl.int64) * (STEPS * 4096),
         scales + tile * (STEPS * 2), 0, STEPS, STEPS, ROWS, PAIRS, SPLIT, STAGES, ROUND,
     )  # fmt: skip
     return _activate(gate, up, limit), num_rows * PER_ROW + to_row, to_row < num_rows
@@ -65,11 +64,10 @@ def routed_gate_up(
     begin = (expert.to(tl.int64) * TILES + tile) * STEPS
     at = tl.arange(0, SPLIT * ROWS) % ROWS
     is_row, choice = _chosen_rows(expert, first, counts_ptr, lists_ptr, list_size, at)
-    choice = tl.where(is_row, choice, 0)
     is_out, to = _chosen_rows(expert, first, counts_ptr, lists_ptr, list_size, tl.arange(0, ROWS))
     weight = tl.load(weights_ptr + to, mask=is_out, other=0.0)
     gate, up = fp4_pairs(
-        x_ptr + (choice // PER_ROW).to(tl.int64) * x_stride, codes + begin * 2048, scales + begin * 128,
+        x_ptr + (choice // PER_ROW).to(tl.int64) * x_stride, is_row, codes + begin * 2048, scales + begin * 128,
         STEPS, ROWS, PAIRS, SPLIT, STAGES, LATE, ROUND,
     )  # fmt: skip
     return _activate(gate, up, limit) * weight[None, None, :], to, is_out
@@ -91,9 +89,8 @@ def shared_down(
     """Of the expert of all rows: [P, 16, R] float32 of first and of second tiles, in which row of parts [R], which of
     them there are."""
     row, to_row = item * ROWS + tl.arange(0, SPLIT * ROWS) % ROWS, item * ROWS + tl.arange(0, ROWS)
-    row = tl.minimum(row, num_rows - 1)
     one, two = fp8_pairs(
-        inner_ptr + (num_rows * PER_ROW + row).to(tl.int64) * (STEPS * 128),
+        inner_ptr + (num_rows * PER_ROW + row).to(tl.int64) * (STEPS * 128), row < num_rows,
         codes + tile.to(tl.int64) * (STEPS * 4096), scales + tile * (STEPS * 2), 0,
         STEPS, STEPS, ROWS, PAIRS, SPLIT, STAGES, ROUND,
     )  # fmt: skip
@@ -111,10 +108,9 @@ def routed_down(
     begin = (expert.to(tl.int64) * TILES + tile) * STEPS
     at = tl.arange(0, SPLIT * ROWS) % ROWS
     is_row, choice = _chosen_rows(expert, first, counts_ptr, lists_ptr, list_size, at)
-    choice = tl.where(is_row, choice, 0)
     is_out, out_choice = _chosen_rows(expert, first, counts_ptr, lists_ptr, list_size, tl.arange(0, ROWS))
     one, two = fp4_pairs(
-        inner_ptr + choice.to(tl.int64) * (STEPS * 128), codes + begin * 2048, scales + begin * 128,
+        inner_ptr + choice.to(tl.int64) * (STEPS * 128), is_row, codes + begin * 2048, scales + begin * 128,
         STEPS, ROWS, PAIRS, SPLIT, STAGES, LATE, ROUND,
     )  # fmt: skip
     return one, two, out_choice % PER_ROW * num_rows + out_choice // PER_ROW, is_out

@@ -23,13 +23,13 @@ def fp8_tile(
 ):  # fmt: skip
     """The outputs of PAIRS pairs of tiles from ``pair`` on, of one part of the inputs, of some rows."""
     codes = codes_ptr + pair.to(tl.int64) * (STEPS * 4096)
-    row = tl.minimum(first_row + tl.arange(0, SPLIT * ROWS) % ROWS, num_rows - 1)
+    row = first_row + tl.arange(0, SPLIT * ROWS) % ROWS
     x_rows = x_ptr + row.to(tl.int64) * x_stride
     if GROUPED:
         # A division, which everything that is loaded of x would wait for.
         x_rows += pair * 32 // outs_of_group * (STEPS * 128)
     one, two = fp8_pairs(
-        x_rows, codes, scales_ptr + pair * (STEPS * 2), part * PART,
+        x_rows, row < num_rows, codes, scales_ptr + pair * (STEPS * 2), part * PART,
         STEPS, PART, ROWS, PAIRS, SPLIT, STAGES, ROUND,
     )  # fmt: skip
     out = (pair + tl.arange(0, PAIRS))[:, None, None] * 32 + tl.arange(0, 16)[None, :, None]

@@ -237,14 +237,6 @@ def _load(at, mask, WHOLE: tl.constexpr):
 
 
 @triton.jit
-def _load_rows(at, is_step, WHOLE: tl.constexpr):
-    if WHOLE:
-        return tl.load(at)
-    else:
-        return tl.load(at, mask=is_step[None, :, None], other=0.0)
-
-
-@triton.jit
 def _for_pairs(x, PAIRS: tl.constexpr):
     """x [S, m, n] -> [PAIRS * S, m, n], the same for every pair"""
     if PAIRS == 1:
@@ -265,13 +257,12 @@ def _added_up(sums, PAIRS: tl.constexpr, SPLIT: tl.constexpr):
 
 @triton.jit
 def fp4_pairs(
-    x_rows, codes, scales, STEPS: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr, SPLIT: tl.constexpr,
+    x_rows, is_row, codes, scales, STEPS: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr, SPLIT: tl.constexpr,
     STAGES: tl.constexpr, LATE: tl.constexpr, ROUND: tl.constexpr,
 ):  # fmt: skip
-    """x_rows [S * R] pointers to rows: row n of part s at s * R + n, and any row where there is none, as no row knows
-    of another and the loop needs no care for them; pointers to the codes and scales of P pairs of tiles -> two sums
-    [P, 16, R] float32, of the pairs' first and second tiles. LATE: blocks are multiplied by their factors after the
-    product."""
+    """x_rows [S * R] pointers to rows (row n of part s at s * R + n), is_row [S * R]; pointers to the codes and scales
+    of P pairs of tiles -> two sums [P, 16, R] float32, of the pairs' first and second tiles. LATE: blocks are
+    multiplied by their factors after the product."""
     TYPE: tl.constexpr = x_rows.dtype.element_ty
     BATCH: tl.constexpr = PAIRS * SPLIT
     part = tl.arange(0, BATCH) % SPLIT
@@ -288,7 +279,8 @@ def fp4_pairs(
         is_step = (step + part < STEPS)[:, None]
         words = _fp4_groups(_load(codes_at + step * 2048, is_step, WHOLE), BATCH)
         factors = _fp4_scales(_load(scales_at + step * 128, is_step, WHOLE), BATCH)
-        x = _load_rows(x_at + step * 128, step + x_part < STEPS, WHOLE)
+        is_x = is_row if WHOLE else is_row & (step + x_part < STEPS)
+        x = tl.load(x_at + step * 128, mask=is_x[None, :, None], other=0.0)
         if ROUND:
             x = round_e4m3(x)
         if LATE and not INTERPRETED:
@@ -327,7 +319,7 @@ def _late_factor(scale):
 
 @triton.jit
 def fp8_pairs(
-    x_rows, codes, scales, begin, STEPS: tl.constexpr, PART: tl.constexpr, ROWS: tl.constexpr,
+    x_rows, is_row, codes, scales, begin, STEPS: tl.constexpr, PART: tl.constexpr, ROWS: tl.constexpr,
     PAIRS: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr, ROUND: tl.constexpr,
 ):  # fmt: skip
     """As ``fp4_pairs``, over the PART steps from ``begin`` on."""
@@ -347,7 +339,8 @@ def fp8_pairs(
         one_words, two_words = _fp8_groups(_load(codes_at + step * 4096, is_step[:, None], WHOLE), BATCH)
         one_scale = _load(scales + 2 * (step + at), is_step, WHOLE)
         two_scale = _load(scales + 2 * (step + at) + 1, is_step, WHOLE)
-        x = _load_rows(x_at + step * 128, (step + x_part < STEPS) & (ahead + x_part < PART), WHOLE)
+        is_x = is_row if WHOLE else is_row & (step + x_part < STEPS) & (ahead + x_part < PART)
+        x = tl.load(x_at + step * 128, mask=is_x[None, :, None], other=0.0)
         if ROUND:
             x = round_e4m3(x)
         if not INTERPRETED:
