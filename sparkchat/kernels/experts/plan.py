@@ -99,14 +99,17 @@ def _whole(stages: int, shared_stages: int, programs: int, pairs: int = 1) -> Wh
     return WholePlan(*both, programs)
 
 
-_WHOLE_CUTS = ((4, 3, 8, 1), (3, 3, 9, 1), (3, 2, 12, 1), (4, 3, 5, 2), (3, 3, 5, 2), (3, 2, 6, 2))
+_WHOLE_CUTS = (
+    (4, 3, 8, 1), (3, 3, 9, 1), (3, 2, 12, 1), (4, 3, 5, 2), (3, 3, 5, 2), (3, 2, 6, 2), (5, 4, 4, 2), (4, 3, 4, 2),
+    (4, 3, 3, 4),
+)  # fmt: skip
 WHOLE_TRIED = {
     str(programs) if pairs == 1 else f"{programs} of {pairs} pairs, {stages} stages": _whole(
         stages, shared_stages, programs, pairs
     )
     for stages, shared_stages, programs, pairs in _WHOLE_CUTS
 }
-"""By programs of a multiprocessor: of 16 warps in all, 18, 24, 20, 20, 24.
+"""By programs of a multiprocessor: of 16 warps in all, 18, 24, 20, 20, 24, 16, 16, 24.
 
 With one buffer for the shared expert's codes, which are twice as long, its units take as long as all others together.
 """
@@ -140,20 +143,20 @@ def tried(used: ExpertPlan, steps: int, rows: int = 1) -> list[ExpertPlan]:
 
 CUTS_OF_LONG = (
     (2, 1, 2, 3), (2, 1, 2, 4), (2, 1, 2, 5), (2, 1, 2, 6), (2, 2, 4, 3), (2, 2, 4, 4), (2, 2, 4, 6), (2, 2, 2, 4),
-    (4, 1, 4, 3), (4, 1, 4, 4), (4, 1, 4, 5), (4, 2, 8, 3),
+    (4, 1, 4, 3), (4, 1, 4, 4), (4, 1, 4, 5), (4, 2, 8, 3), (2, 4, 4, 3), (2, 4, 8, 3), (2, 4, 8, 4),
 )  # fmt: skip
 CUTS_OF_SHORT = (
     (1, 4, 4, 3), (1, 4, 4, 4), (1, 4, 4, 6), (1, 2, 2, 3), (1, 2, 2, 4), (1, 2, 2, 6), (1, 4, 2, 3), (1, 1, 1, 6),
-    (2, 2, 4, 3), (2, 1, 2, 4), (2, 4, 8, 3),
+    (2, 2, 4, 3), (2, 1, 2, 4), (2, 4, 8, 3), (1, 8, 4, 3), (1, 8, 8, 3), (1, 8, 8, 4),
 )  # fmt: skip
 """Split, pairs, warps, stages that are timed for weights of many and of few inputs."""
 MANY_OF_LONG = (
     (2, 2, 4, 3, 0), (2, 2, 4, 3, 96), (2, 2, 4, 3, 80), (2, 4, 8, 3, 128), (2, 4, 8, 4, 80), (2, 4, 8, 4, 128),
-    (2, 1, 2, 3, 80), (2, 4, 4, 3, 128),
+    (2, 1, 2, 3, 80), (2, 4, 4, 3, 128), (2, 4, 4, 4, 128), (2, 8, 8, 3, 128), (2, 8, 8, 2, 80),
 )  # fmt: skip
 MANY_OF_SHORT = (
     (1, 4, 2, 3, 0), (1, 4, 4, 3, 0), (1, 4, 4, 3, 80), (1, 8, 8, 3, 128), (1, 8, 8, 4, 80), (1, 4, 4, 4, 80),
-    (1, 8, 4, 3, 128),
+    (1, 8, 4, 3, 128), (1, 8, 4, 4, 128), (1, 16, 8, 3, 128), (1, 16, 16, 3, 80),
 )  # fmt: skip
 """The same, and registers, for tiles of MANY_ROWS."""
 
