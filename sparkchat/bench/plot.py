@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from html import escape
 
+from sparkchat.bench.png import FONTS
+
 Point = tuple[float, float, int]
 """(tokens per second of one user, of all, requests together)"""
 
@@ -27,7 +29,7 @@ def throughput_svg(lines: Mapping[str, Sequence[Point]], title: str) -> str:
 
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" viewBox="0 0 {WIDTH} {HEIGHT}" '
-        'font-family="sans-serif" font-size="12">',
+        f'font-family="{FONTS}" font-size="12">',
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
         _text(WIDTH / 2, 22, title, anchor="middle", size=14),
     ]
@@ -76,10 +78,10 @@ def _tick(value: float) -> str:
 
 
 def _rounded_up(value: float) -> float:
-    """The next of 1, 2, 2.5, 5 and 10 times a power of ten."""
+    """The next number whose fifths are short."""
     scale = 1.0
     while scale * 10 < value:
         scale *= 10
     while scale > value:
         scale /= 10
-    return next(scale * factor for factor in (1, 2, 2.5, 5, 10) if scale * factor >= value)
+    return next(scale * factor for factor in (1, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10) if scale * factor >= value)

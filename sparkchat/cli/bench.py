@@ -26,7 +26,7 @@ from sparkchat.bench.engine_runs import EngineRun, engine_run
 from sparkchat.bench.equality import Equality, compare
 from sparkchat.bench.measuring import Tally, answer, measure, requests_of
 from sparkchat.bench.plot import throughput_svg
-from sparkchat.bench.png import write_png
+from sparkchat.bench.png import png_of
 from sparkchat.bench.report import HEADER, SCHEMA, plot_lines, rows_of, table_rows
 from sparkchat.bench.sheet import Sheet
 from sparkchat.catalog import inner_drafter_kind
@@ -45,8 +45,6 @@ _ROOM = 512
 _PATIENCE_SECONDS = 8.0
 """How long an output that nobody reads may hold a program that was asked to end."""
 _NOTHING = ", so there is nothing to tell"
-_PNG_SECONDS, _HASTE_SECONDS = 60.0, 3.0
-"""Of a converter; and of one that a signal may wait for."""
 
 _OPTIONS = (
     a.LAWS
@@ -357,13 +355,14 @@ def _write_report(report: dict[str, Any], folder: Path) -> SparkchatError | None
 def _draw(report: dict[str, Any], folder: Path, say: Callable[[str], None]) -> SparkchatError | None:
     """Write the plots; why that cannot be, or None. ``say`` is told why there is no PNG."""
     title = f"{report['model']} on {report['device']}" + ("" if report["complete"] else " (not complete)")
-    try:
-        write_private(folder / "bench.svg", throughput_svg(plot_lines(report["results"]), title))
-    except OSError as error:
-        return _unwritten(folder / "bench.svg", error)
-    reason = write_png(
-        folder / "bench.svg", folder / "bench.png", _PNG_SECONDS if report["complete"] else _HASTE_SECONDS
-    )
+    svg = throughput_svg(plot_lines(report["results"]), title)
+    png, reason = png_of(svg)
+    for path, content in ((folder / "bench.svg", svg), (folder / "bench.png", png)):
+        try:
+            if content:
+                write_private(path, content)
+        except OSError as error:
+            return _unwritten(path, error)
     if reason is not None:
         say(reason)
     return None

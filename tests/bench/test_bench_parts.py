@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import stat
+import struct
+import sys
 import xml.etree.ElementTree as ET
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +16,7 @@ from sparkchat.bench.chats import held_out_chats, meaningless_chats
 from sparkchat.bench.equality import Equality, compare
 from sparkchat.bench.measuring import MOST_TRIES, Tally, measure, merged
 from sparkchat.bench.plot import throughput_svg
-from sparkchat.bench.png import CONVERTERS, write_png
+from sparkchat.bench.png import png_of
 from sparkchat.bench.report import HEADER, plot_lines, rows_of, table_rows
 from sparkchat.errors import SparkchatError, UsageError
 from sparkchat.params import GenerateRequest, SamplingParams
@@ -313,16 +313,18 @@ def test_the_plot_is_a_line_for_each_arm() -> None:
     assert throughput_svg({}, "nothing")  # no points, no line, no error
 
 
-def test_a_png_needs_a_converter_and_its_lack_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    svg = tmp_path / "a.svg"
-    svg.write_text("<svg/>")
-    monkeypatch.setenv("PATH", str(tmp_path))
-    reason = write_png(svg, tmp_path / "a.png")
-    assert reason is not None
-    assert "none of rsvg-convert" in reason
-    program = tmp_path / next(iter(CONVERTERS))
-    program.write_text("#!/bin/sh\nexit 1\n")
-    program.chmod(program.stat().st_mode | stat.S_IXUSR)
-    assert "could not read" in (write_png(svg, tmp_path / "a.png") or "")
-    program.write_text('#!/bin/sh\nprintf "\\211PNG\\r\\n\\032\\n" > "$3"\n')
-    assert write_png(svg, tmp_path / "a.png") is None
+def test_the_plot_is_drawn_with_its_words() -> None:
+    svg = throughput_svg({"off": [(40.0, 40.0, 1)]}, "a & b")
+    png, reason = png_of(svg)
+    assert (png, reason) == (b"", reason) if reason else png.startswith(b"\x89PNG\r\n\x1a\n")
+    if reason is None:
+        width, height = struct.unpack(">II", png[16:24])
+        assert (width, height) == (1520, 960)
+        assert png != png_of(throughput_svg({"off": [(40.0, 40.0, 1)]}, "c"))[0]
+
+
+def test_why_there_is_no_png_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sparkchat.bench.png._drawn", lambda *_: b"the same without words")
+    assert "none of the fonts DejaVu Sans" in (png_of("<svg/>")[1] or "")
+    monkeypatch.setitem(sys.modules, "resvg_py", None)
+    assert png_of("<svg/>") == (b"", "no PNG: resvg-py is not installed; the SVG shows the same")
