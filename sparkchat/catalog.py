@@ -55,16 +55,27 @@ class DrafterRef:
 
 
 def profile_files(paths: Paths) -> dict[str, list[tuple[Path, Literal["shipped", "user"]]]]:
-    """Profile name -> its files, the shipped one first."""
+    """Profile name -> its files, the shipped one first. Raises UsageError for a folder that cannot be looked into:
+    without it a model would be run as its user did not ask for."""
     found: dict[str, list[tuple[Path, Literal["shipped", "user"]]]] = {}
     places: tuple[tuple[Path, Literal["shipped", "user"]], ...] = (
         (paths.shipped_profiles, "shipped"),
         (paths.profiles, "user"),
     )
     for folder, origin in places:
-        for file in sorted(folder.glob("*.toml")) if os.path.isdir(folder) else []:
-            found.setdefault(file.stem, []).append((file, origin))
+        for name in _names_in(folder):
+            if name.endswith(".toml"):
+                found.setdefault(name.removesuffix(".toml"), []).append((folder / name, origin))
     return found
+
+
+def _names_in(folder: Path) -> list[str]:
+    try:
+        return sorted(name for name in os.listdir(folder) if not name.startswith("."))
+    except OSError as error:
+        if not os.path.isdir(folder):  # nothing there, or nothing that can be known of
+            return []
+        raise UsageError(f"profiles folder {folder} cannot be read ({error.strerror}); allow it, or move it") from None
 
 
 def load_profile(name: str, paths: Paths) -> Profile | None:

@@ -115,7 +115,11 @@ def _no_speculation(paths: Paths) -> str | None:
 def _broken_profiles(paths: Paths) -> str | None:
     """The first profile that cannot be used, and how many more there are."""
     broken = []
-    for name in profile_files(paths):
+    try:
+        names = list(profile_files(paths))
+    except UsageError as error:
+        return error.message
+    for name in names:
         try:
             load_profile(name, paths)
         except UsageError as error:

@@ -27,6 +27,7 @@ V4_WORKING_BYTES = 4 << 30
 """Activations, kernels, communication buffers and the CUDA context of DeepSeek V4 (load_plan.py). An estimate."""
 SMALLEST_CONTEXT = 512
 """What is left below this is no chat."""
+_MOST_BLOCK = 256
 
 FP8_BLOCK = 128
 """Outputs and inputs that share a scale where float8 weights stay float8 on a GPU (models/linear.py)."""
@@ -163,6 +164,9 @@ def plan_memory(
         drafter_bytes = _drafter_bytes(drafter, setting)
         growths += _growths(drafter.config, _cache_bytes(drafter, setting))
         block = _whole(drafter.config, "block_size", drafter.config.get("dspark_block_size"))
+        if block > _MOST_BLOCK:
+            # Refused for what it is when it is loaded, not for the memory it would take.
+            raise UnreadableHeader(f"block_size is {block}")
     return MemoryPlan(
         weights=_dense_bytes(target, setting),
         drafter=drafter_bytes,

@@ -256,6 +256,13 @@ def test_a_damaged_gguf_header_is_said_to_be_none(data: bytes, tmp_path: Path) -
         plan_memory(local_headers(file), None, HERE)
 
 
+def test_a_block_of_a_size_that_no_drafter_has_is_not_planned_for() -> None:
+    target = Headers({"hidden_size": 8, "vocab_size": 9, "num_hidden_layers": 1, "num_attention_heads": 1}, ())
+    drafter = Headers({**target.config, "block_size": 10**9}, ())
+    with pytest.raises(UnreadableHeader, match="block_size is 1000000000"):
+        plan_memory(target, drafter, HERE)
+
+
 def test_the_largest_context_is_the_last_that_fits() -> None:
     assert PLAN.largest_context(PLAN.total(12_345)) == 12_345
     assert PLAN.largest_context(PLAN.total(12_345) - 1) == 12_344

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -332,3 +333,25 @@ def test_a_profile_without_a_drafter_leaves_that_to_the_model(
     report = main("show", model_folder, "--profile", "calm", "--resolved", "--json").json
     assert report["settings"]["temperature"]["value"] == 0.1
     assert "no drafter" in report["reason_off"]
+
+
+def test_a_profiles_folder_that_cannot_be_read_is_told_not_passed_over(
+    main: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = user_paths().profiles
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "._mine.toml").write_bytes(b"\0\0")  # what some file managers leave beside a file is no profile
+    assert "._mine" not in profile_files(user_paths())
+
+    listed = os.listdir
+
+    def refuse(place: Path) -> list[str]:
+        if Path(place) == folder:
+            raise PermissionError(13, "Permission denied")
+        return listed(place)
+
+    monkeypatch.setattr(os, "listdir", refuse)  # whoever runs tests may read everything
+    done = main("show", "smollm2-135m")
+    assert done.code == 2
+    assert f"profiles folder {folder} cannot be read (Permission denied)" in done.err
+    assert f"profiles folder {folder}" in main("doctor").out
