@@ -128,8 +128,8 @@ class CostLookup:
         """The costs of a step of ``requests`` requests with ``context`` cached tokens in all, ``drafting`` of which
         draft (None: all); ``is_filtered``: some of them by filtered laws.
 
-        Between two measured numbers of requests, costs at the same rows per request lie on the line between; beyond the
-        last they go on as from the last two.
+        Between two measured numbers of requests, costs at the same rows lie on the line between (``_between``); beyond
+        the last they go on as from the last two.
         """
         base, extra = self._known(requests), self._context(requests)
         saved = self._saved(requests, requests if drafting is None else drafting)
@@ -217,7 +217,8 @@ def context_costs(base: int, tokens: int, block: float, times: Sequence[tuple[fl
 
 
 def _cleaned(table: CostTable) -> list[BatchCosts]:
-    """Step times that never fall with rows, nor with requests at the same rows per request."""
+    """Step times that never fall with rows, nor with requests: at the same rows in all where fewer requests can have
+    so many, else at the same rows per request."""
     if not table.batches:
         return [BatchCosts(1, table.rows, tuple(accumulate(table.step_ms, max)), table.plain_ms)]
     found: list[BatchCosts] = []
@@ -225,33 +226,70 @@ def _cleaned(table: CostTable) -> list[BatchCosts]:
         times, plain = list(accumulate(batch.step_ms, max)), batch.plain_ms
         if found:
             fewer = found[-1]
-            share = fewer.requests / batch.requests
-            # Beyond what was measured of fewer requests there is nothing to compare with.
-            known = [n * share if n * share <= fewer.rows[-1] else None for n in batch.rows]
-            times = [
-                ms if n is None else max(ms, _at(fewer.rows, fewer.step_ms, n, table.pads_up))
-                for ms, n in zip(times, known, strict=True)
-            ]
-            times = list(accumulate(times, max))
+            floors = [_floor(fewer, n, batch.requests, table.pads_up) for n in batch.rows]
+            times = list(accumulate((max(pair) for pair in zip(times, floors, strict=True)), max))
             plain = plain if plain is None or fewer.plain_ms is None else max(plain, fewer.plain_ms)
         found.append(replace(batch, step_ms=tuple(times), plain_ms=plain))
     return found
 
 
+def _floor(fewer: BatchCosts, n: int, requests: int, pads_up: bool) -> float:
+    """The least that ``n`` rows of ``requests`` cost, by steps of fewer; 0 beyond what was measured of those."""
+    if n > fewer.rows[-1]:
+        n_each = n * fewer.requests / requests
+        return _at(fewer.rows, fewer.step_ms, n_each, pads_up) if n_each <= fewer.rows[-1] else 0.0
+    return _at(fewer.rows, fewer.step_ms, n, pads_up)
+
+
 def _between(low: BatchCosts, high: BatchCosts, requests: int, pads_up: bool) -> StepCosts:
-    """The line through two measured numbers of requests, at every rows per request that either was measured at."""
+    """Between two measured numbers of requests: by the same rows in all where both were measured at some, else by the
+    same rows per request."""
     weight = 0.0 if low is high else (requests - low.requests) / (high.requests - low.requests)
-    per_request = sorted({n / batch.requests for batch in (low, high) for n in batch.rows})
-    rows = sorted({max(1, round(share * requests)) for share in per_request})
 
     def line(a: float, b: float) -> float:
         # A line that falls, or that fewer requests make negative, is noise.
         return max(a + weight * (b - a), min(a, b) * min(1.0, requests / low.requests))
 
-    times = [line(*(_at(b.rows, b.step_ms, n * b.requests / requests, pads_up) for b in (low, high))) for n in rows]
+    if low is not high and high.rows[0] <= low.rows[-1]:
+        rows, times = _by_rows(low, high, weight, pads_up)
+    else:
+        per_request = sorted({n / batch.requests for batch in (low, high) for n in batch.rows})
+        rows = tuple(sorted({max(1, round(share * requests)) for share in per_request}))
+        times = tuple(
+            line(*(_at(b.rows, b.step_ms, n * b.requests / requests, pads_up) for b in (low, high))) for n in rows
+        )
     plain = None if low.plain_ms is None or high.plain_ms is None else line(low.plain_ms, high.plain_ms)
-    found = _with_hull(tuple(rows), tuple(accumulate(times, max)), pads_up, plain, requests)
+    found = _with_hull(rows, tuple(accumulate(times, max)), pads_up, plain, requests)
     return replace(found, filtered_ms=max(0.0, line(low.filtered_ms, high.filtered_ms)))
+
+
+def _by_rows(
+    low: BatchCosts, high: BatchCosts, weight: float, pads_up: bool
+) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    """Rows, and the times of a number of requests that is ``weight`` of the way from ``low`` to ``high``.
+
+    A verification costs by its rows, whoever's they are: by weights that are read until there are so many rows that
+    arithmetic takes longer, which no line over requests follows. What the requests add, their drafts above all, is the
+    difference at the same rows, and does lie on a line. Where only one of both has so many rows, the difference is that
+    of the nearest number of rows that both have.
+    """
+
+    def times(n: float) -> tuple[float, float]:
+        return _at(low.rows, low.step_ms, n, pads_up), _at(high.rows, high.step_ms, n, pads_up)
+
+    first, last = high.rows[0], low.rows[-1]
+    least, most = times(first), times(last)
+    rows = tuple(sorted({*low.rows, *high.rows}))
+    found = []
+    for n in rows:
+        a, b = times(n)
+        if n < first:
+            found.append(a + weight * (least[1] - least[0]))
+        elif n > last:
+            found.append(b - (1.0 - weight) * (most[1] - most[0]))
+        else:
+            found.append(a + weight * (b - a))
+    return rows, tuple(found)
 
 
 def _context_between(batches: Sequence[BatchCosts], requests: int) -> ContextCosts | None:

@@ -17,6 +17,7 @@ from sparkchat.engine.cost_probe import measure
 from sparkchat.engine.cost_table import CostLookup
 from sparkchat.engine.step_plan import REASON_NO_TABLE
 from sparkchat.errors import DamagedFile, UsageError
+from sparkchat.params import CostTable
 
 BLOCK = 5
 
@@ -180,11 +181,17 @@ def test_captured_steps_are_timed_as_they_are_replayed(
     assert without_table(tiny_pair, mode="static", cache_dir=str(tmp_path))[0].info["cost_table"] is None
 
 
-def test_many_row_counts_are_thinned() -> None:
-    assert costs.thinned(range(1, 9)) == tuple(range(1, 9))
-    found = costs.thinned(range(5, 500))
-    assert (len(found), found[0], found[-1]) == (costs.MOST_POINTS, 5, 499)
-    assert list(found) == sorted(set(found))
+def test_captured_steps_are_measured_of_doubling_numbers_of_requests(tiny_pair: Any) -> None:
+    asked: list[list[int]] = []
+    engine, _ = without_table(tiny_pair, mode="static", concurrency=6)
+
+    def measure_steps(counts: list[int]) -> CostTable:
+        asked.append(list(counts))
+        return CostTable((1,), (1.0,))
+
+    engine.pair.measure_steps = measure_steps
+    engine.set_mode("compact")
+    assert asked == [[1, 2, 4, 6]]
 
 
 def test_costs_are_not_tuned_beside_answers_or_for_nothing(tiny_pair: Any, headless_drafter: Path) -> None:

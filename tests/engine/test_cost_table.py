@@ -110,6 +110,22 @@ def test_numbers_of_requests_between_and_beyond_are_on_the_line():
             assert all(a <= b for a, b in zip(fewer, more, strict=True))
 
 
+def test_between_numbers_that_share_row_counts_costs_are_those_of_the_same_rows():
+    """Flat to 4 rows, then steep: by the same rows per request, 3 rows of three would cost as much as 4 of four."""
+    batches = (
+        BatchCosts(2, (2, 3, 4, 6, 8), (10.0, 10.0, 10.0, 20.0, 30.0), 9.0),
+        BatchCosts(4, (4, 6, 8, 12, 16), (11.0, 21.0, 31.0, 51.0, 71.0), 9.0),
+    )
+    cost = CostLookup(CostTable((1,), (10.0,), batches=batches, pads_up=False))
+    assert [cost.at(3).step_ms(n) for n in (3, 4, 5, 8, 10, 12)] == pytest.approx([10.5, 10.5, 15.5, 30.5, 40.5, 50.5])
+    assert cost.at(2).step_ms(8) == 30.0
+    assert cost.at(4).step_ms(16) == 71.0
+    # Beyond the last, each request more adds what it did between.
+    assert cost.at(6).step_ms(12) == pytest.approx(52.0)
+    padded = CostLookup(CostTable((1,), (10.0,), batches=batches))
+    assert padded.at(3).step_ms(5) == pytest.approx(20.5)
+
+
 def test_more_requests_never_cost_less_whatever_the_noise():
     noisy = CostLookup(
         CostTable(
@@ -118,7 +134,8 @@ def test_more_requests_never_cost_less_whatever_the_noise():
             batches=(BatchCosts(1, (1, 2), (10.0, 12.0), 9.0), BatchCosts(2, (2, 4), (9.0, 11.0), 8.0)),
         )
     )
-    assert [noisy.at(2).step_ms(n) for n in (2, 4)] == [10.0, 12.0]
+    # Two rows of one request cost 12.
+    assert [noisy.at(2).step_ms(n) for n in (2, 4)] == [12.0, 12.0]
     assert noisy.at(2).plain_ms == 9.0
     assert noisy.at(3).step_ms(3) >= 10.0
 
