@@ -26,8 +26,14 @@ class Overlap(Enum):
     """All but those that stream a large matrix: on an H200 these lost by it what the others gained
     (benchmarks/results/2026-11-30-kernels.md, third run)."""
     ALL = "all"
+    LATE = "late"
+    """All, but no program starts before all of the kernel before it have ended: what is saved is the making ready of a
+    launch, and no room is taken from who still runs."""
 
 
+EARLY = 1
+"""What PDL is where the next kernel may start while this one runs, and weights are called ahead."""
+_WAITS = {Overlap.NONE: 0, Overlap.LATE: 2}
 _overlap = Overlap.NONE
 _start: Callable[..., Any] | None = None
 
@@ -47,7 +53,8 @@ def overlap(which: Overlap | bool = Overlap.ALL) -> Iterator[None]:
 
 
 def starts_early(is_streaming: bool) -> bool:
-    """Whether a launch made here may start early; ``is_streaming``: it reads a large matrix once."""
+    """Whether a launch made here may start while the one before it runs; ``is_streaming``: it reads a large matrix
+    once."""
     return _overlap is Overlap.ALL or (_overlap is Overlap.SMALL and not is_streaming)
 
 
@@ -73,20 +80,22 @@ def started_by(start: Callable[..., Any]) -> Iterator[None]:
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, is_streaming: bool = False, **options: Any) -> None:
     """Start ``kernel``; its last constexpr is PDL. ``is_streaming``: see ``Overlap.SMALL``."""
-    if starts_early(is_streaming):
+    if starts_early(is_streaming) or _overlap is Overlap.LATE:
         options["launch_pdl"] = True
-    is_on = _overlap is not Overlap.NONE
+    how = _WAITS.get(_overlap, EARLY)
     if _start is not None:
-        _start(kernel, grid, *arguments, PDL=is_on, **options)
+        _start(kernel, grid, *arguments, PDL=how, **options)
         return
-    kernel[grid](*arguments, PDL=is_on, **options)
+    kernel[grid](*arguments, PDL=how, **options)
 
 
 @triton.jit
 def wait(PDL: tl.constexpr):
-    """Let the next kernel start, then wait until everything before this kernel is done."""
-    if PDL:
+    """Let the next kernel start, if it may before this one ends, then wait until everything before this kernel is
+    done."""
+    if PDL == 1:
         tl.extra.cuda.gdc_launch_dependents()
+    if PDL:
         tl.extra.cuda.gdc_wait()
 
 

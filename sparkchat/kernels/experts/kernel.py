@@ -41,13 +41,14 @@ def _gate_up(
     ROUND: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     tile, item = tl.program_id(0) * PAIRS, tl.program_id(1)
-    if PDL:  # noqa: SIM102 - one is decided when compiling, the other when running
+    if PDL == 1:  # noqa: SIM102 - one is decided when compiling, the other when running
         # Which experts are hit is not known yet; the shared one always is.
         if item < shared_items:
             call_ahead(shared_codes + tile.to(tl.int64) * (STEPS * 4096), PAIRS * STEPS, WARPS)
     if PDL:
         # In this order: what starts next may read, before it waits itself, what the router wrote.
         tl.extra.cuda.gdc_wait()
+    if PDL == 1:
         tl.extra.cuda.gdc_launch_dependents()
     word = word_of(item, items_ptr, shared_items, most_items)
     if item >= shared_items + tl.load(counts_ptr):
@@ -78,7 +79,7 @@ def _down(
     word = word_of(item, items_ptr, shared_items, most_items)
     if item >= shared_items + tl.load(counts_ptr):
         return
-    if PDL:  # noqa: SIM102
+    if PDL == 1:  # noqa: SIM102
         if item < shared_items:
             call_ahead(shared_codes + tile.to(tl.int64) * (STEPS * 4096), PAIRS * STEPS, WARPS)
     wait(PDL)

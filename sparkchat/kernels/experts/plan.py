@@ -113,8 +113,8 @@ WHOLE_TRIED = {
 
 With one buffer for the shared expert's codes, which are twice as long, its units take as long as all others together.
 """
-WHOLE = WHOLE_TRIED["8"]
-IN_WHOLE = 5, 8
+WHOLE = WHOLE_TRIED["5 of 2 pairs, 4 stages"]
+IN_WHOLE = 5, 12
 """Rows of a batch that take one launch: of fewer what the shared expert's units take one after the other is the time of
 the launch, of more two launches have more warps at work. benchmarks/results/2026-11-30-v4-experts.md"""
 

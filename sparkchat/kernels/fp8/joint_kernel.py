@@ -35,7 +35,7 @@ def _plain_tile(
     out = tile * TILE_OUTS + tl.arange(0, TILE_OUTS)
     is_out = out < num_out
     w_rows = plain_ptr + tl.where(is_out, out, 0).to(tl.int64) * (STEPS * 128) + part * PART
-    if PDL:
+    if PDL == 1:
         prefetch(w_rows, PART * 2)
     wait(PDL)
     row = row_tile * ROWS + tl.arange(0, ROWS)
@@ -89,7 +89,7 @@ def _joint_product(
         program -= plain_programs
         pair = program % PAIRS
         part = program // PAIRS % SPLITS
-        if PDL and STEPS % PART == 0:
+        if PDL == 1 and STEPS % PART == 0:
             call_ahead(codes_ptr + pair.to(tl.int64) * (STEPS * 4096) + part * (PART * 4096), PART, WARPS)
         wait(PDL)
         fp8_tile(

@@ -47,7 +47,7 @@ def _fp8_linear(
     STAGES: tl.constexpr, ROUND: tl.constexpr, GROUPED: tl.constexpr, RANKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     pair, part = tl.program_id(0) * PAIRS, tl.program_id(1)
-    if PDL and PAIRS == 1 and STEPS % PART == 0:
+    if PDL == 1 and PAIRS == 1 and STEPS % PART == 0:
         call_ahead(codes_ptr + pair.to(tl.int64) * (STEPS * 4096) + part * (PART * 4096), PART, SPLIT)
     wait(PDL)
     fp8_tile(

@@ -70,7 +70,7 @@ def _small_gemm(
     step = tl.arange(0, BLOCK_K)
     start_k = part * PART_K
     w_rows = w_ptr + w_row.to(tl.int64) * w_stride + start_k
-    if PDL and PREFETCH_BYTES > 0:
+    if PDL == 1 and PREFETCH_BYTES > 0:
         prefetch(w_rows, PREFETCH_BYTES)
     wait(PDL)
     is_row = row < num_rows

@@ -19,7 +19,7 @@ class ConnectPlan:
 
     programs: int = 32
     """At most; a power of two."""
-    warps: int = 4
+    warps: int = 2
     tile_rows: int = 8
     """Of many rows: how many a program takes one after the other. Changes no bit."""
 
@@ -32,9 +32,9 @@ class ConnectPlan:
 
 
 PLAN = ConnectPlan()
-TRIED = (PLAN, ConnectPlan(64, 2), ConnectPlan(64, 4), ConnectPlan(16, 8), ConnectPlan(32, 2))
+TRIED = (PLAN, ConnectPlan(64, 2), ConnectPlan(64, 4), ConnectPlan(16, 8), ConnectPlan(32, 4))
 TRIED_OF_MANY = tuple(
-    ConnectPlan(warps=warps, tile_rows=rows) for rows, warps in ((8, 4), (8, 2), (4, 4), (4, 2), (16, 2))
+    ConnectPlan(warps=warps, tile_rows=rows) for rows, warps in ((8, 2), (8, 4), (4, 2), (16, 2))
 )
 
 

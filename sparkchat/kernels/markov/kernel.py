@@ -62,7 +62,7 @@ def _add_bias(
     is_row = row < requests
     token = block * WIDTH + tl.arange(0, WIDTH)
     inside = token < vocab
-    if PDL and PREFETCH_BYTES > 0:
+    if PDL == 1 and PREFETCH_BYTES > 0:
         # The draw before this takes one multiprocessor a request; the others fetch weights meanwhile.
         prefetch(w2_ptr + tl.where(inside, token, 0).to(tl.int64) * RANK, PREFETCH_BYTES)
     wait(PDL)
