@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from operator import mul
 
 from sparkchat.errors import UsageError
 from sparkchat.paths import typed_path
@@ -44,7 +45,11 @@ class SimulatedAcceptance:
     @property
     def acceptance_length(self) -> float:
         """Mean tokens of a round that verifies everything, the bonus token among them."""
-        return 1.0 + sum(self.survivals)
+        return 1.0 + self.accepted_drafts(len(self.conditional))
+
+    def accepted_drafts(self, block: int) -> float:
+        """Mean drafts accepted of blocks of ``block``, all of them verified."""
+        return sum(accumulate(self.conditional[:block], mul))
 
     def check_block(self, block: int) -> None:
         """Raises UsageError when the profile is shorter than a block."""

@@ -1,40 +1,48 @@
-"""Has steps captured ahead of timing that many requests together are sure to replay: rounds that meet them first would
-be thrown away.
+"""Has steps captured ahead of timing that requests together are sure to replay: rounds that meet them first would be
+thrown away.
 
-Counted with five arms at 1 to 256 requests and answers of 48 tokens, rounds meet all of these steps but the largest,
-for which short answers do not live long enough.
+Those are whole blocks of so many requests, and their drafts. What plans trim is a matter of chance, and the table that
+they are made by was measured on much of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from sparkchat.bench.arms import Arm
 from sparkchat.bench.engine_runs import EngineRun
 from sparkchat.params import SamplingParams
-
-FEW = 8
-"""So many requests meet other numbers of rows in every round, and a round of theirs is soon answered again."""
+from sparkchat.sampling_kind import sampling_kind
 
 
 def capture_ahead(
-    run: EngineRun, arms: Sequence[Arm], concurrency: int, before: int, sampling: SamplingParams, block: int
-) -> int:
-    """For rounds of ``concurrency`` requests of ``arms``, those of ``before`` requests being done; returns how many
-    steps that were. ``block``: drafts of a request where the arm does not say."""
-    above = max(before, FEW)
-    takes_reference = sampling.repetition_penalty != 1.0 or sampling.presence_penalty or sampling.frequency_penalty
-    if concurrency <= above or takes_reference:  # which replays nothing
-        return 0
+    run: EngineRun,
+    arms: Sequence[Arm],
+    concurrency: int,
+    sampling: SamplingParams,
+    block: int,
+    begin: Callable[[], None],
+    draft_temperature: str = "target",
+) -> int | None:
+    """For rounds of ``concurrency`` requests of ``arms``; returns how many steps that were, or None where there is
+    nothing to capture. ``block``: drafts of a
+    request where the arm does not say. ``begin`` is called before there is something to capture."""
+    words = sampling_kind(sampling).split("-")
+    takes_reference = "penalised" in words or draft_temperature != "target"  # which replays nothing
+    # One request meets what was captured at the start, and the rest in its first round.
+    if concurrency == 1 or takes_reference or not run.captures:
+        return None
+    begin()
     blocks = {(0 if arm.mode == "off" else arm.block_size or block, _shares(arm)) for arm in arms}
-    return run.capture_ahead(above, concurrency, sorted(blocks), _draws(sampling))
+    return run.capture_ahead(concurrency - 1, concurrency, sorted(blocks), _draws(words))
 
 
 def _shares(arm: Arm) -> bool:
     return arm.mode in ("compact", "cap-accept")
 
 
-def _draws(sampling: SamplingParams) -> str:
-    if sampling.temperature == 0.0:
+def _draws(words: Sequence[str]) -> str:
+    """The kind of draw that a captured step is made for (engine/captured/laws.py), by the kind of sampling."""
+    if "greedy" in words:
         return "greedy"
-    return "filtered" if sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0 else "sampled"
+    return "filtered" if "filtered" in words else "sampled"

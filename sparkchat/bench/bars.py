@@ -7,12 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sparkchat.bench.arms import BASELINE
+from sparkchat.bench.counted import Counted, total
 from sparkchat.bench.measuring import Tally
 
 PLANNED = "compact"
 RESAMPLES = 1000
-Round = tuple[int, float]
-"""(tokens, seconds)"""
 
 
 def bars_of(tallies: Mapping[int, Mapping[str, Tally]], refused: Sequence[str] = ()) -> list[dict[str, Any]]:
@@ -57,7 +56,7 @@ def told(bars: Sequence[Mapping[str, Any]]) -> list[str]:
     return lines
 
 
-def ratio(rounds: Sequence[Round], others: Sequence[Round]) -> dict[str, float] | None:
+def ratio(rounds: Sequence[Counted], others: Sequence[Counted]) -> dict[str, float] | None:
     """Of throughputs; None where a side has none."""
     if len(rounds) != len(others) or not _speed(rounds) or not _speed(others):
         return None
@@ -75,6 +74,5 @@ def _is_fixed(name: str) -> bool:
     return name in (BASELINE, "static") or name.startswith("static-")
 
 
-def _speed(rounds: Sequence[Round]) -> float:
-    seconds = sum(time for _, time in rounds)
-    return sum(tokens for tokens, _ in rounds) / seconds if seconds else 0.0
+def _speed(rounds: Sequence[Counted]) -> float:
+    return total(rounds).tokens_per_second or 0.0

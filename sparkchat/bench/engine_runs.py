@@ -19,10 +19,17 @@ class EngineRun:
 
     def __init__(self, client: EngineClient, info: dict[str, Any]) -> None:
         self.info = info
+        self.cost_table: dict[str, Any] | None = info.get("cost_table")
+        """The last that plans were made by."""
         self._client = client
 
-    def answer(self, requests: Sequence[GenerateRequest], take: Take) -> list[dict[str, Any]]:
-        """Send every request at once; events go to ``take``, results come back in the order of the requests."""
+    def answer(
+        self, requests: Sequence[GenerateRequest], take: Take, *, until_first: bool = False
+    ) -> list[dict[str, Any]]:
+        """Send every request at once; events go to ``take``, results come back in the order of the requests.
+
+        ``until_first``: when the first of them has ended the others are cancelled.
+        """
         results: dict[str, dict[str, Any]] = {}
         for request in requests:
             self._client.generate(request)
@@ -30,8 +37,16 @@ class EngineRun:
             for event in self._events():
                 take(event)
                 if event["event"] == "end":
+                    if until_first and not results:
+                        for request in requests:
+                            if request.id != event["id"]:
+                                self.send({"op": "cancel", "id": request.id})
                     results[event["id"]] = event["result"]
         return [results[request.id] for request in requests]
+
+    def send(self, command: dict[str, Any]) -> None:
+        """A command of the engine's that nothing answers."""
+        self._client.send(command)
 
     def ask(self, command: dict[str, Any], wanted: str, take: Take) -> Event:
         """Send a command of the engine's and wait for the event that answers it."""
@@ -42,9 +57,14 @@ class EngineRun:
                 if event["event"] == wanted:
                     return event
 
+    @property
+    def captures(self) -> bool:
+        """Whether steps are captured and replayed."""
+        return self.info["graphs"] is True
+
     def num_graphs(self) -> int:
         """Captured steps that the engine has made; 0 where it makes none."""
-        if self.info["graphs"] is not True:
+        if not self.captures:
             return 0
         event = self.ask({"op": "num_graphs"}, "num_graphs", lambda event: None)
         return int(event["count"])
@@ -53,11 +73,9 @@ class EngineRun:
         """Have the engine capture what steps of more than ``above`` and at most ``most`` requests replay, drawn greedy,
         sampled or filtered; ``blocks`` holds drafts verified of each request, and whether they share a budget.
 
-        Returns how many that were; 0 where it captures none.
+        Returns how many that were.
         """
         made = self.num_graphs()
-        if self.info["graphs"] is not True:
-            return 0
         command = {"op": "capture_ahead", "above": above, "most": most, "blocks": list(blocks), "draws": draws}
         return int(self.ask(command, "num_graphs", lambda event: None)["count"]) - made
 
@@ -66,6 +84,9 @@ class EngineRun:
         if not events and not self._client.is_running:
             raise EngineCrash("the engine ended before every request was answered")
         for event in events:
+            if event["event"] == "info":
+                self.info = event["info"]
+                self.cost_table = self.info.get("cost_table") or self.cost_table
             yield checked(event)
 
 

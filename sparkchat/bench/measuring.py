@@ -5,19 +5,17 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sparkchat.bench.arms import Arm
 from sparkchat.bench.chats import Chat
+from sparkchat.bench.counted import Counted, counted, most_together, total
 from sparkchat.bench.engine_runs import EngineRun
 from sparkchat.errors import SparkchatError
 from sparkchat.params import GenerateRequest, SamplingParams
 
-MOST_TOLD = 32
-"""Steps of so many requests together are told one by one, for the error of predicted step times; telling those of more
-would take time of its own."""
-MOST_TRIES = 6
+MOST_TRIES = 4
 """Rounds of which at most all but the last are thrown away for having captured steps: capturing one takes as long as
 hundreds of replays, and which row counts an arm meets is a matter of chance."""
 
@@ -28,21 +26,10 @@ Event = dict[str, Any]
 class Tally:
     """What the rounds of one arm at one concurrency came to."""
 
-    seconds: float = 0.0
-    """From the first token of a round to its last, summed."""
-    tokens: int = 0
-    """Delivered after the first token of each answer."""
-    user_speeds: list[float] = field(default_factory=list)
-    """Tokens per second of each answer."""
-    steps: int = 0
-    proposed: int = 0
-    verified: int = 0
-    accepted: int = 0
-    rounds: int = 0
-    by_round: list[tuple[int, float]] = field(default_factory=list)
-    """(tokens, seconds) of each round; the arms' rounds have the same prompts."""
-    predictions: list[tuple[float, float]] = field(default_factory=list)
-    """(predicted, measured) milliseconds of a step."""
+    by_round: list[Counted] = field(default_factory=list)
+    """The arms' rounds have the same prompts."""
+    together: int = 0
+    """Requests that decoded at once."""
     thrown_away: int = 0
     """Rounds that captured steps."""
     seconds_thrown_away: float = 0.0
@@ -50,46 +37,52 @@ class Tally:
     captures: int = 0
     """Steps captured, in these rounds and in those thrown away."""
 
-    def add(self, results: Sequence[dict[str, Any]], seconds: float, predictions: list[tuple[float, float]]) -> None:
-        self.rounds += 1
-        self.predictions += predictions
-        self.seconds += seconds
-        self.by_round.append((sum(len(result["token_ids"]) - 1 for result in results), seconds))
-        for result in results:
-            self.tokens += len(result["token_ids"]) - 1
-            if result["timing"]["tokens_per_second"]:
-                self.user_speeds.append(result["timing"]["tokens_per_second"])
-            counts = result["speculation"]
-            self.steps += counts["num_steps"]
-            self.proposed += counts["num_proposed_draft_tokens"]
-            self.verified += counts["num_verified_draft_tokens"]
-            self.accepted += counts["num_accepted_draft_tokens"]
+    @property
+    def rounds(self) -> int:
+        return len(self.by_round)
+
+    @property
+    def sums(self) -> Counted:
+        return total(self.by_round)
 
     @property
     def tokens_per_second(self) -> float | None:
-        return self.tokens / self.seconds if self.seconds else None
+        return self.sums.tokens_per_second
 
     @property
     def step_time_error(self) -> float | None:
         """By what share predicted steps are longer than measured ones, over all of them; None without predictions."""
-        return _relative_error(self.predictions)
+        sums = self.sums
+        return (sums.predicted_ms - sums.measured_ms) / sums.measured_ms if sums.measured_ms else None
 
     def to_json(self, kv_bytes_per_token: int) -> dict[str, Any]:
-        trimmed = self.proposed - self.verified
+        sums, speed = self.sums, self.tokens_per_second
+        steps, trimmed = sums.answer_steps, sums.proposed - sums.verified
+
+        def each(value: float) -> float | None:
+            return value / steps if steps else None
+
         return {
             "rounds": self.rounds,
             "rounds_thrown_away": self.thrown_away,
             "seconds_thrown_away": self.seconds_thrown_away,
             "captures": self.captures,
-            "tokens": self.tokens,
-            "tokens_per_second": self.tokens_per_second,
-            "tokens_per_second_per_user": _mean(self.user_speeds),
-            "num_steps": self.steps,
-            "acceptance_length": self.tokens / self.steps if self.steps else None,
-            "mean_verify_len": self.verified / self.steps if self.steps else None,
-            "utilisation": (self.accepted + self.steps) / (self.verified + self.steps) if self.steps else None,
+            "steps_left_out": sums.left_out,
+            "together": self.together,
+            "seconds": sums.seconds,
+            "tokens": sums.tokens,
+            "expected_tokens": sums.expected_tokens,
+            "tokens_per_second": speed,
+            "tokens_per_second_per_user": speed / self.together if speed and self.together else None,
+            "drawn_tokens_per_second": sums.tokens / sums.seconds if sums.seconds else None,
+            "num_steps": steps,
+            "acceptance_length": each(sums.yielded),
+            "drawn_acceptance_length": each(sums.tokens),
+            "mean_verify_len": each(sums.verified),
+            "utilisation": sums.yielded / (sums.verified + steps) if steps else None,
             "trimmed_rows": trimmed,
             "trimmed_bytes": trimmed * kv_bytes_per_token,
+            "mean_step_ms": 1e3 * sums.seconds / sums.steps if sums.steps else None,
             "step_time_error": self.step_time_error,
         }
 
@@ -104,61 +97,83 @@ def measure(
     chats: Sequence[Chat],
     concurrency: int,
     sampling: SamplingParams,
+    num_rounds: Callable[[], int],
     take: Take,
 ) -> None:
-    """Answer ``chats``, ``concurrency`` at a time, with every arm; each round goes to ``take`` as it comes.
+    """Answer ``chats``, ``concurrency`` at a time and over again, with every arm; each round goes to ``take`` as it
+    comes. ``num_rounds`` is asked after every one that all arms have answered.
 
     Raises SparkchatError when an answer fails.
     """
-    order = list(arms)
-    for number, start in enumerate(range(0, len(chats), concurrency)):
-        group = chats[start : start + concurrency]
+    order, place, number = list(arms), itertools.cycle(chats), 0
+    while number < num_rounds():
+        group = list(itertools.islice(place, concurrency))
         for arm in order[number % len(order) :] + order[: number % len(order)]:
             began = time.perf_counter()
-            tally = _round_without_captures(run, arm, group, sampling)
+            tally = _round_without_captures(run, arm, group, sampling, is_first=number == 0)
             take(arm, tally, time.perf_counter() - began)
+        number += 1
 
 
 def merged(rounds: Iterable[Tally]) -> Tally:
     """What these rounds came to together."""
     whole = Tally()
     for tally in rounds:
-        for field_ in fields(Tally):
-            setattr(whole, field_.name, getattr(whole, field_.name) + getattr(tally, field_.name))
+        whole.by_round += tally.by_round
+        whole.together = min(whole.together, tally.together) if whole.together else tally.together
+        whole.thrown_away += tally.thrown_away
+        whole.seconds_thrown_away += tally.seconds_thrown_away
+        whole.captures += tally.captures
     return whole
 
 
-def _round_without_captures(run: EngineRun, arm: Arm, chats: Sequence[Chat], sampling: SamplingParams) -> Tally:
+def _round_without_captures(
+    run: EngineRun, arm: Arm, chats: Sequence[Chat], sampling: SamplingParams, *, is_first: bool
+) -> Tally:
+    """A first round that captured steps is thrown away, as all is that leaves no step to count; of others the steps
+    beside which something was captured are left out."""
     tally, made = Tally(), run.num_graphs()
     for attempt in range(MOST_TRIES):
         began = time.perf_counter()
-        found = _round(run, arm, chats, sampling)
+        steps = _round(run, arm, chats, sampling)
         before, made = made, run.num_graphs()
-        captures = made - before
-        tally.captures += captures
-        if not captures or attempt == MOST_TRIES - 1:  # the last one counts whatever it did
-            tally.add(*found)
+        tally.captures += made - before
+        together = most_together(steps)
+        found = counted(steps, together)
+        is_warming = is_first and attempt == 0 and _grew(steps, together, before)
+        if attempt == MOST_TRIES - 1 or not (is_warming or (found.left_out and not found.steps)):
+            tally.by_round.append(found)
+            tally.together = together
             break
         tally.thrown_away += 1
         tally.seconds_thrown_away += time.perf_counter() - began
     return tally
 
 
+def _grew(steps: Sequence[Event], together: int, before: int) -> bool:
+    """Whether something was captured before the last step of all requests was told."""
+    return any(step["requests"] == together and step["num_graphs"] != before for step in steps)
+
+
 def answer(
-    run: EngineRun, arm: Arm, requests: Sequence[GenerateRequest], take: Callable[[Event], None]
+    run: EngineRun,
+    arm: Arm,
+    requests: Sequence[GenerateRequest],
+    take: Callable[[Event], None],
+    *,
+    until_first: bool = False,
 ) -> list[dict[str, Any]]:
-    """Results of these requests decoded as ``arm`` does. Raises SparkchatError when one fails."""
+    """Results of these requests decoded as ``arm`` does; ``until_first``: to the end of the first of them, the others
+    being cancelled. Raises SparkchatError when one fails."""
     run.ask({"op": "plan_by_table", "on": arm.by_table}, "info", take)
-    results = run.answer(requests, take)
+    results = run.answer(requests, take, until_first=until_first)
     for result in results:
         if result["finish_reason"] == "error":
             raise SparkchatError(f"arm {arm.name} failed: {result['error']}")
     return results
 
 
-def requests_of(
-    arm: Arm, chats: Sequence[Chat], sampling: SamplingParams, *, steps: bool = False
-) -> list[GenerateRequest]:
+def requests_of(arm: Arm, chats: Sequence[Chat], sampling: SamplingParams) -> list[GenerateRequest]:
     return [
         GenerateRequest(
             id=f"{arm.name}-{next(_NUMBERS)}",
@@ -168,7 +183,7 @@ def requests_of(
             mode=arm.mode,
             block_size=arm.block_size,
             sampling=sampling,
-            steps=steps,
+            steps=False,
         )
         for prompt, system in chats
     ]
@@ -177,29 +192,13 @@ def requests_of(
 _NUMBERS = itertools.count()
 
 
-def _round(
-    run: EngineRun, arm: Arm, chats: Sequence[Chat], sampling: SamplingParams
-) -> tuple[list[dict[str, Any]], float, list[tuple[float, float]]]:
-    """Results, seconds from the first token of any to the last token of all, and predicted beside measured steps."""
-    first: list[float] = []
-    predictions: list[tuple[float, float]] = []
+def _round(run: EngineRun, arm: Arm, chats: Sequence[Chat], sampling: SamplingParams) -> list[Event]:
+    """Its steps, as the engine tells them."""
+    steps: list[Event] = []
 
     def take(event: Event) -> None:
-        if event["event"] == "delta" and not first:
-            first.append(time.perf_counter())
-        elif event["event"] == "step" and event["predicted_step_ms"] is not None:
-            predictions.append((event["predicted_step_ms"], event["step_ms"]))
+        if event["event"] == "batch_step":
+            steps.append(event)
 
-    requests = requests_of(arm, chats, replace(sampling, seed=None), steps=len(chats) <= MOST_TOLD)
-    results = answer(run, arm, requests, take)
-    return results, time.perf_counter() - first[0] if first else 0.0, predictions
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return sum(values) / len(values) if values else None
-
-
-def _relative_error(pairs: Sequence[tuple[float, float]]) -> float | None:
-    """How far the sum of predicted step times is from that of the measured ones, as a share of the latter."""
-    measured = sum(ms for _, ms in pairs)
-    return (sum(ms for ms, _ in pairs) - measured) / measured if measured else None
+    answer(run, arm, requests_of(arm, chats, replace(sampling, seed=None)), take, until_first=True)
+    return steps

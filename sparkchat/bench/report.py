@@ -26,7 +26,7 @@ HEADER = (
     "STEP TIME",
 )
 """Length: tokens a step; window: drafts verified a step; used: share of verified rows that became tokens; step time: by
-how much predicted steps are longer than measured ones."""
+how much predicted steps are longer than measured ones. Of simulated acceptance tokens are those expected."""
 
 
 def rows_of(
@@ -49,6 +49,27 @@ def rows_of(
                 }
             )
     return rows
+
+
+def step_times(tallies: Mapping[int, Mapping[str, Tally]]) -> list[dict[str, Any]]:
+    """Milliseconds of all steps that were predicted, beside what they took, by number of requests."""
+    found = []
+    for together, by_arm in tallies.items():
+        for name, tally in by_arm.items():
+            sums = tally.sums
+            if sums.measured_ms:
+                found.append(
+                    {
+                        "requests": tally.together,
+                        "concurrency": together,
+                        "arm": name,
+                        "steps": sums.predicted_steps,
+                        "predicted_ms": sums.predicted_ms / sums.predicted_steps,
+                        "measured_ms": sums.measured_ms / sums.predicted_steps,
+                        "error": tally.step_time_error,
+                    }
+                )
+    return found
 
 
 def table_rows(rows: Sequence[Mapping[str, Any]], refused: Sequence[str]) -> list[list[str]]:

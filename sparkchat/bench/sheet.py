@@ -2,25 +2,41 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sparkchat.bench.measuring import Tally, merged
 
+MOST_ROUNDS = 40
+"""However quick they are."""
+
 
 class Sheet:
     """Rounds by concurrency and arm, as they come. Every concurrency is measured to its end before the next."""
 
-    def __init__(self, arms: Sequence[str], rounds: Mapping[int, int]) -> None:
-        """``rounds``: how many each arm is to have, by concurrency in ascending order."""
+    def __init__(self, arms: Sequence[str], rounds: Mapping[int, int], least_seconds: float = 0.0) -> None:
+        """``rounds``: how many each arm has at least, by concurrency in ascending order; more as far as an arm's steps
+        take less than ``least_seconds`` in those."""
         self.arms, self.rounds = list(arms), dict(rounds)
+        self._least_seconds = least_seconds
         self._tallies: dict[tuple[int, str], list[Tally]] = {(n, arm): [] for n in rounds for arm in arms}
-        self._seconds: dict[int, float] = dict.fromkeys(rounds, 0.0)
+        self._seconds: dict[tuple[int, str], list[float]] = {pair: [] for pair in self._tallies}
 
     def add(self, together: int, arm: str, tally: Tally, seconds: float) -> None:
         """One round, and how long it took in all."""
         self._tallies[together, arm].append(tally)
-        self._seconds[together] += seconds
+        self._seconds[together, arm].append(seconds)
+
+    def num_wanted(self, together: int) -> int:
+        """Rounds that each arm is to have, by how long the steps that counted took so far; never fewer than before."""
+        known = self._common(together)
+        if known:
+            counted = [[t.sums.seconds for t in self._tallies[together, arm][:known]] for arm in self.arms]
+            least = min(sum(seconds) for seconds in counted) / known
+            wanted = math.ceil(self._least_seconds / least) if least else 0
+            self.rounds[together] = max(self.rounds[together], min(wanted, MOST_ROUNDS))
+        return self.rounds[together]
 
     def has_all(self, together: int, arm: str) -> bool:
         return self.num_rounds(together, arm) == self.rounds[together]
@@ -39,7 +55,7 @@ class Sheet:
     @property
     def seconds(self) -> float:
         """That all rounds took, those thrown away among them."""
-        return sum(self._seconds.values())
+        return sum(map(sum, self._seconds.values()))
 
     def tallies(self) -> dict[int, dict[str, Tally]]:
         """What may stand side by side: at each concurrency the rounds that every arm has answered.
@@ -95,11 +111,11 @@ class Sheet:
     def seconds_left(self) -> tuple[float, bool] | None:
         """(seconds, whether they are the least) for the rounds that are not measured; None before any is.
 
-        Of a concurrency that has begun, the others take as long as its rounds so far, those thrown away among them.
-        Rounds of more requests lie on the line through the last two concurrencies that have begun. Of one alone nothing
-        is known but that they take no less.
+        Of a concurrency that has begun, the others take as long as its rounds so far (``_round_seconds``). Rounds of
+        more requests lie on the line through the last two concurrencies that have begun. Of one alone nothing is known
+        but that they take no less.
         """
-        lasted = {n: self._seconds[n] / self._num_done(n) for n in self.rounds if self._num_done(n)}
+        lasted = {n: self._round_seconds(n) for n in self.rounds if self._num_done(n)}
         if not lasted:
             return None
         left, begun = 0.0, sorted(lasted)
@@ -114,6 +130,19 @@ class Sheet:
             left += todo * each
             is_least |= together not in lasted and len(begun) == 1
         return left, is_least
+
+    def _round_seconds(self, together: int) -> float:
+        """Mean over arms of what a round takes. What was thrown away for captures does not come again; nor do captures,
+        so that a round without some tells more than all with."""
+        means = []
+        for arm in self.arms:
+            pairs = list(zip(self._tallies[together, arm], self._seconds[together, arm], strict=True))
+            clean = [seconds for tally, seconds in pairs if not tally.captures]
+            kept = clean or [seconds - tally.seconds_thrown_away for tally, seconds in pairs]
+            if kept:
+                means.append((sum(kept) / len(kept), bool(clean)))
+        sure = [mean for mean, is_clean in means if is_clean] or [mean for mean, _ in means]
+        return sum(sure) / len(sure)
 
     def _num_done(self, together: int) -> int:
         return sum(len(self._tallies[together, arm]) for arm in self.arms)

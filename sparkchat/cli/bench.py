@@ -11,14 +11,13 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from sparkchat import environment, strict_json
-from sparkchat.bench.ahead import FEW, capture_ahead
+from sparkchat.bench.ahead import capture_ahead
 from sparkchat.bench.arms import Arm, chosen_arms, possible_arms
 from sparkchat.bench.bars import bars_of, told
 from sparkchat.bench.chats import Chat, held_out_chats, meaningless_chats
@@ -27,7 +26,7 @@ from sparkchat.bench.equality import Equality, compare
 from sparkchat.bench.measuring import Tally, answer, measure, requests_of
 from sparkchat.bench.plot import throughput_svg
 from sparkchat.bench.png import png_of
-from sparkchat.bench.report import HEADER, SCHEMA, plot_lines, rows_of, table_rows
+from sparkchat.bench.report import HEADER, SCHEMA, plot_lines, rows_of, step_times, table_rows
 from sparkchat.bench.sheet import Sheet
 from sparkchat.catalog import inner_drafter_kind
 from sparkchat.cli import arguments as a
@@ -45,6 +44,7 @@ _ROOM = 512
 _PATIENCE_SECONDS = 8.0
 """How long an output that nobody reads may hold a program that was asked to end."""
 _NOTHING = ", so there is nothing to tell"
+_LEAST_ROUNDS = 2
 
 _OPTIONS = (
     a.LAWS
@@ -84,6 +84,10 @@ def bench(
         ),
     ] = 8,
     tokens: Annotated[int, typer.Option("--tokens", metavar="N", help="Tokens of each answer.")] = 128,
+    seconds: Annotated[
+        float,
+        typer.Option("--seconds", metavar="F", help="Decoding that each arm is timed for at least; rounds are added."),
+    ] = 1.5,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -95,6 +99,8 @@ def bench(
     """Time plain decoding, MTP where the checkpoint has it, and every verify mode, over a list of concurrencies."""
     if prompts < 1 or tokens < 2:
         raise UsageError("--prompts must be 1 or more, and --tokens 2 or more")
+    if not 0.0 <= seconds <= 3600.0:
+        raise UsageError(f"--seconds {seconds} is not possible; give 0 to 3600")
     config = prepare(ctx)
     if out is not None:
         _make(out)
@@ -109,7 +115,7 @@ def bench(
     from sparkchat.ui.answering import Signals
 
     with Signals(_PATIENCE_SECONDS) as signals, bench_progress(config.verbose) as progress:
-        work = _Bench(config, counts, names, prompts, tokens, out, json_, progress)
+        work = _Bench(config, counts, names, prompts, tokens, seconds, out, json_, progress)
         try:
             work.measure()
         finally:
@@ -142,12 +148,15 @@ class _Bench:
     names: list[str] | None
     prompts: int
     tokens: int
+    least_seconds: float
     out: Path | None
     as_json: bool
     progress: BenchProgress
     info: dict[str, Any] = field(default_factory=dict)
     sheet: Sheet | None = None
     """None until the arms are known."""
+    cost_table: dict[str, Any] | None = None
+    """That plans were made by."""
     equality: dict[str, Equality] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     """How long every stage took, up to now."""
@@ -166,9 +175,9 @@ class _Bench:
             lap("load")
             possible = possible_arms(_kind(config), run.info["heads"]["confidence"], run.info["block_size"])
             arms = chosen_arms(self.names, possible)
-            rounds = {together: math.ceil(max(self.prompts, together) / together) for together in self.counts}
-            self.sheet = Sheet([arm.name for arm in arms], rounds)
-            most = max(self.prompts, self.counts[-1])
+            rounds = {n: max(_LEAST_ROUNDS, math.ceil(self.prompts / n)) for n in self.counts}
+            self.sheet = sheet = Sheet([arm.name for arm in arms], rounds, self.least_seconds)
+            most = max(self.prompts, _LEAST_ROUNDS * self.counts[-1])
             has_text = run.info["chat_template"] != "none"  # random weights come without a tokenizer
             chats = held_out_chats(most) if has_text else meaningless_chats(most, run.info["vocab_size"])
             sampling = replace(config.sampling, max_tokens=self.tokens, min_tokens=0, stop=(), ignore_eos=True)
@@ -180,10 +189,12 @@ class _Bench:
             if config.spec.simulate_acceptance is None and len(arms) > 1:
                 self._compare(run, arms, chats)
                 lap("comparison")
-            for before, together in pairwise([0, *self.counts]):
-                self._capture_ahead(run, arms, together, before, sampling)
-                group = [chats[n % len(chats)] for n in range(rounds[together] * together)]
-                measure(run, arms, group, together, sampling, partial(self._take, together))
+            run.send({"op": "measure_together", "on": True})
+            for together in self.counts:
+                self._capture_ahead(run, arms, together, sampling)
+                self.cost_table = run.cost_table
+                wanted = partial(sheet.num_wanted, together)
+                measure(run, arms, chats, together, sampling, wanted, partial(self._take, together))
                 if together != self.counts[-1]:
                     self._keep()
 
@@ -193,17 +204,12 @@ class _Bench:
 
         self.equality = compare(run, arms, chats, self.counts[-1], self.tokens, begin)
 
-    def _capture_ahead(
-        self, run: EngineRun, arms: list[Arm], together: int, before: int, sampling: SamplingParams
-    ) -> None:
-        takes_reference = self.config.spec.draft_temperature != "target"  # which replays nothing
-        if run.info["graphs"] is not True or takes_reference or together <= FEW:
-            return
-        began = time.perf_counter()
-        self.progress.begin(f"capturing steps of {together} together")
-        block = self.config.spec.block_size or run.info["block_size"] or 0
-        capture_ahead(run, arms, together, before, sampling, block)
-        self.seconds["captures_ahead"] = self.seconds.get("captures_ahead", 0.0) + time.perf_counter() - began
+    def _capture_ahead(self, run: EngineRun, arms: list[Arm], together: int, sampling: SamplingParams) -> None:
+        spec, began = self.config.spec, time.perf_counter()
+        block = spec.block_size or run.info["block_size"] or 0
+        begin = partial(self.progress.begin, f"capturing steps of {together} together")
+        if capture_ahead(run, arms, together, sampling, block, begin, spec.draft_temperature) is not None:
+            self.seconds["captures_ahead"] = self.seconds.get("captures_ahead", 0.0) + time.perf_counter() - began
 
     def _take(self, together: int, arm: Arm, tally: Tally, seconds: float) -> None:
         assert self.sheet is not None
@@ -297,8 +303,11 @@ class _Bench:
                 "max_tokens": self.tokens,
             },
             "arms": self.sheet.arms,
+            "tokens_by": "drawn" if config.spec.simulate_acceptance is None else "expected",
+            "cost_table": self.cost_table,
             "equality": {name: found.to_json() for name, found in self.equality.items()},
             "results": rows_of(self.sheet.tallies(), self.equality, info["kv_bytes_per_token"]),
+            "step_times": step_times(self.sheet.tallies()),
             "bars": bars_of(self.sheet.comparable(), list(self._differing)),
         }
 
@@ -319,7 +328,7 @@ def _tell(report: dict[str, Any], differing: Sequence[str], json_: bool) -> None
     if report["dummy_weights"]:
         what.append("random weights")
     if report["simulated"]:
-        what.append(f"acceptance simulated: {report['simulated']}")
+        what.append(f"acceptance simulated: {report['simulated']}, tokens as expected from its chances")
     data(", ".join(what))
     table(HEADER, table_rows(report["results"], differing))
     for line in told(report["bars"]):

@@ -266,6 +266,7 @@ def _probe(pair: LoadedPair, count: int, block: int, context_tokens: int) -> _Pr
         temperatures=None,
         calibration={},
         refinement=None,
+        totals=None,
     )
     # What a ring of a sliding window holds is written, never skipped.
     can_skip = all(type(cache) is KVCache and not any(store.is_ring for store in cache.stores) for cache in caches)

@@ -26,6 +26,7 @@ from sparkchat.engine.result import finished_result, refused_result
 from sparkchat.engine.scheduler import Scheduler
 from sparkchat.engine.slots import Reach, SlotTable
 from sparkchat.engine.step_plan import standing_mode
+from sparkchat.engine.step_totals import StepTotals
 from sparkchat.errors import SparkchatError, UsageError
 from sparkchat.params import MODES, GenerateRequest, LoadSpec, Mode
 from sparkchat.thinking import find_thinking_tags
@@ -108,10 +109,13 @@ class Engine:
             events += prefill_step(self.pair, filling)
             self._interrupt()
             events += self._retire()
+            if self.pair.totals is not None and self._scheduler.filling:
+                return events
         events += self._make_room()
         decoding = self._scheduler.decoding
         if decoding:
             events += self._decode(decoding)
+            events += self._totals()
             self._live.settle()
             events += self._retire()
         return events
@@ -251,6 +255,18 @@ class Engine:
             self.pair.cost, self._cost_kept = self._cost_kept, self.pair.cost
             self.info = {**self.info, "cost_table": loading.describe_cost(self.pair.cost)}
         return [{"event": "info", "info": self.info}]
+
+    def measure_together(self, is_wanted: bool) -> None:
+        """For comparisons, from now on: whole steps are told as ``batch_step`` events, and nobody decodes before all
+        prompts that found room are read, so that as many requests as there are decode side by side."""
+        self.pair.totals = StepTotals() if is_wanted else None
+
+    def _totals(self) -> list[Event]:
+        totals = self.pair.totals
+        if totals is None or not totals.requests:
+            return []
+        self.pair.totals = StepTotals()
+        return [totals.event(self.num_graphs, self.pair.simulated is not None)]
 
     @property
     def num_graphs(self) -> int:

@@ -11,6 +11,7 @@ import torch
 from sparkchat.engine.cost_table import CostLookup
 from sparkchat.engine.draft_gate import DraftGate
 from sparkchat.engine.refinement import Refinement
+from sparkchat.engine.step_totals import StepTotals
 from sparkchat.params import Correction, CostTable
 from sparkchat.simulation import SimulatedAcceptance
 
@@ -57,6 +58,8 @@ class LoadedPair:
     """Verify lengths are planned from confidences two steps old (lagged_plan.py), as captured steps need it."""
     simulated: SimulatedAcceptance | None = None
     """Drafts pass by these chances, not by the models' laws: for timing alone."""
+    totals: StepTotals | None = None
+    """Of the step under way, where whole steps are told."""
 
     team: Team | None = None
     """The other ranks, where several devices share the model."""

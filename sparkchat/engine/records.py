@@ -128,6 +128,19 @@ def step_event(
     state.statistics.record(
         proposed=len(draft_ids), verified=chosen.verify_len, accepted=correct, committed=num_committed
     )
+    if pair.totals is not None:
+        pair.totals.add(
+            proposed=len(draft_ids),
+            verified=chosen.verify_len,
+            accepted=correct,
+            tokens=num_committed,
+            remaining=state.remaining,
+            clock=clock,
+            predicted_ms=chosen.predicted_ms,
+        )
+        if pair.simulated is not None:
+            most = chosen.verify_len if chosen.cap is None else min(chosen.verify_len, chosen.cap)
+            pair.totals.add_chances(pair.simulated, logits, most)
     if not state.request.steps:
         return []
     committed = state.delivered[len(state.delivered) - num_committed :] if num_committed else []

@@ -141,6 +141,8 @@ def _obey(engine: Any, command: dict[str, Any], channel: Channel) -> bool:
             channel.send(*engine.change(command.get("id"), command.get("sampling"), command.get("think")))
         elif op == "plan_by_table":
             channel.send(*engine.plan_by_table(bool(command.get("on"))))
+        elif op == "measure_together":
+            engine.measure_together(bool(command.get("on")))
         elif op in ("num_graphs", "capture_ahead"):
             if op == "capture_ahead":
                 engine.capture_ahead(*map(command.get, ("above", "most", "blocks", "draws")))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 
 from cases.harness import Runner, open_runner, to_request
-from sparkchat.bench.ahead import FEW, capture_ahead
+from sparkchat.bench.ahead import capture_ahead
 from sparkchat.bench.arms import Arm
 from sparkchat.bench.engine_runs import EngineRun
 from sparkchat.engine import worker
@@ -60,20 +61,29 @@ class CountingEngine:
 def test_arms_say_what_their_rounds_will_need() -> None:
     engine = CountingEngine()
     run = EngineRun(FakeClient(engine), {"graphs": True})  # type: ignore[arg-type]
-    assert capture_ahead(run, ARMS, 32, 16, SamplingParams(temperature=0.0), 7) == 3
-    assert engine.asked == [(16, 32, [(0, False), (2, False), (7, False), (7, True)], "greedy")]
-    assert capture_ahead(run, ARMS[:1], 16, 1, SamplingParams(temperature=0.7), 7) == 3
-    assert engine.asked[1:] == [(FEW, 16, [(0, False)], "sampled")]
-    assert capture_ahead(run, ARMS, FEW, 1, SamplingParams(), 7) == 0
-    capture_ahead(run, ARMS, 16, 1, SamplingParams(temperature=0.7, top_k=5), 7)
+    begun: list[int] = []
+
+    def ahead(arms: list[Arm], together: int, draft_temperature: str = "target", **sampling: Any) -> int | None:
+        begin = partial(begun.append, together)
+        return capture_ahead(run, arms, together, SamplingParams(**sampling), 7, begin, draft_temperature)
+
+    assert ahead(ARMS, 32, temperature=0.0) == 3
+    assert engine.asked == [(31, 32, [(0, False), (2, False), (7, False), (7, True)], "greedy")]
+    assert ahead(ARMS[:1], 16, temperature=0.7) == 3
+    assert engine.asked[1:] == [(15, 16, [(0, False)], "sampled")]
+    ahead(ARMS, 16, temperature=0.7, top_k=5)
     assert engine.asked[2][-1] == "filtered"
-    assert capture_ahead(run, ARMS, 16, 1, SamplingParams(repetition_penalty=1.1), 7) == 0
+    # Greedy, filters change nothing.
+    ahead(ARMS, 16, temperature=0.0, top_k=5)
+    assert engine.asked[3][-1] == "greedy"
+    assert ahead(ARMS, 1) is ahead(ARMS, 16, repetition_penalty=1.1) is ahead(ARMS, 16, "adaptive") is None
+    assert begun == [32, 16, 16, 16]
 
 
 def test_an_engine_that_captures_nothing_is_not_asked() -> None:
     engine = CountingEngine()
     run = EngineRun(FakeClient(engine), {"graphs": "no"})  # type: ignore[arg-type]
-    assert capture_ahead(run, ARMS, 32, 16, SamplingParams(), 7) == 0
+    assert capture_ahead(run, ARMS, 32, SamplingParams(), 7, lambda: pytest.fail("nothing is captured")) is None
     assert engine.asked == []
 
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+import random
+import statistics
 import struct
 import sys
 import xml.etree.ElementTree as ET
 from collections.abc import Callable, Sequence
+from operator import mul
 from typing import Any
 
 import pytest
@@ -13,13 +18,16 @@ import pytest
 from sparkchat.bench.arms import Arm, chosen_arms, possible_arms
 from sparkchat.bench.bars import bars_of, told
 from sparkchat.bench.chats import held_out_chats, meaningless_chats
+from sparkchat.bench.counted import Counted, counted, most_together
 from sparkchat.bench.equality import Equality, compare
 from sparkchat.bench.measuring import MOST_TRIES, Tally, measure, merged
 from sparkchat.bench.plot import throughput_svg
 from sparkchat.bench.png import png_of
-from sparkchat.bench.report import HEADER, plot_lines, rows_of, table_rows
+from sparkchat.bench.report import HEADER, plot_lines, rows_of, step_times, table_rows
+from sparkchat.engine.step_totals import StepTotals
 from sparkchat.errors import SparkchatError, UsageError
 from sparkchat.params import GenerateRequest, SamplingParams
+from sparkchat.simulation import BUILT_IN, SimulatedAcceptance
 from sparkchat.train.prompts import prompt_books
 
 # Arms
@@ -73,18 +81,21 @@ class FakeRun:
         self.asked: list[GenerateRequest] = []
         self.table: list[bool] = []
         self.error: str | None = None
-        self.graphs: list[int] = []
-        """Told one after the other; then always the last."""
+        self.now, self.made = 0.0, 0
+        self.captures: list[int] = []
+        """Steps captured before the first step of a round, in its middle, and behind its last; then none."""
 
     def num_graphs(self) -> int:
-        return self.graphs.pop(0) if len(self.graphs) > 1 else sum(self.graphs)
+        return self.made
 
     def ask(self, command: dict[str, Any], wanted: str, take: Callable[[Any], None]) -> dict[str, Any]:
         assert (command["op"], wanted) == ("plan_by_table", "info")
         self.table.append(command["on"])
         return {"event": "info"}
 
-    def answer(self, requests: Sequence[GenerateRequest], take: Callable[[Any], None]) -> list[dict[str, Any]]:
+    def answer(
+        self, requests: Sequence[GenerateRequest], take: Callable[[Any], None], *, until_first: bool = False
+    ) -> list[dict[str, Any]]:
         self.asked += requests
         results = []
         for request in requests:
@@ -92,13 +103,39 @@ class FakeRun:
                 top = [{"id": 1, "logprob": -0.5}, {"id": 9, "logprob": -0.5 - self.margin}]
                 take({"event": "delta", "logprobs": [{"id": 1, "logprob": -0.5, "top": top}]})
             take({"event": "delta", "id": request.id})
-            if request.steps:
-                take({"event": "step", "predicted_step_ms": 9.0, "step_ms": 10.0})
-                take({"event": "step", "predicted_step_ms": None, "step_ms": 10.0})
             name = request.id.rsplit("-", 1)[0]
             ids = self.tokens(name, int(str(request.prompt or "0")[-1]))
             results.append(result(ids, self.error))
+        if until_first:
+            self.take_steps(len(requests), take)
         return results
+
+    def take_steps(self, count: int, take: Callable[[Any], None]) -> None:
+        """One step of one request, as long as the others come in; four of all, of which three begin at the end of
+        another; one where an answer has ended. Half a second each."""
+        for number, requests in enumerate((count - 1, count, count, count, count, count - 1)):
+            if number in (1, 3, 5) and self.captures:
+                self.made += self.captures.pop(0)
+            self.now += 0.5
+            take(batch_step(self.now, requests, 2 * requests, num_graphs=self.made))
+
+
+def batch_step(at: float, requests: int, tokens: int = 0, **changes: Any) -> dict[str, Any]:
+    step = {
+        "event": "batch_step",
+        "t_ns": round(at * 1e9),
+        "requests": requests,
+        "tokens": tokens,
+        "proposed": 3 * requests,
+        "verified": 2 * requests,
+        "accepted": tokens - requests,
+        "limited": 0,
+        "expected": None,
+        "step_ms": 500.0,
+        "predicted_step_ms": 450.0,
+        "num_graphs": 0,
+    }
+    return {**step, **changes}
 
 
 def result(ids: list[int], error: str | None = None) -> dict[str, Any]:
@@ -107,13 +144,6 @@ def result(ids: list[int], error: str | None = None) -> dict[str, Any]:
         "token_ids": ids,
         "finish_reason": "length" if error is None else "error",
         "error": error,
-        "speculation": {
-            "num_steps": 2,
-            "num_proposed_draft_tokens": 6,
-            "num_verified_draft_tokens": 4,
-            "num_accepted_draft_tokens": 3,
-        },
-        "timing": {"tokens_per_second": 50.0},
     }
 
 
@@ -122,6 +152,7 @@ ARMS = [Arm("off", "off"), Arm("static", "static"), Arm("compact-no-table", "com
 
 
 def rounds_of(run: FakeRun, arms: list[Arm], chats: list[Any], concurrency: int, **sampling: Any) -> dict[str, Tally]:
+    """Each chat once."""
     found: dict[str, list[Tally]] = {arm.name: [] for arm in arms}
     taken: list[float] = []
 
@@ -129,28 +160,40 @@ def rounds_of(run: FakeRun, arms: list[Arm], chats: list[Any], concurrency: int,
         found[arm.name].append(tally)
         taken.append(seconds)
 
-    measure(run, arms, chats, concurrency, SamplingParams(**sampling), take)  # type: ignore[arg-type]
+    num_rounds = len(chats) // concurrency
+    measure(run, arms, chats, concurrency, SamplingParams(**sampling), lambda: num_rounds, take)  # type: ignore[arg-type]
     assert min(taken) > 0.0
     return {name: merged(tallies) for name, tallies in found.items()}
 
 
-def test_a_round_that_captured_steps_is_thrown_away() -> None:
-    run = FakeRun(lambda name, number: [1, 2, 3])
-    run.graphs = [3, 5, 6, 6]  # before the first round, and after each
-    tally = rounds_of(run, ARMS[:1], CHATS[:2], 2, temperature=0.7, max_tokens=3)["off"]
-    assert len(run.asked) == 6
-    assert (tally.rounds, tally.thrown_away, tally.tokens) == (1, 2, 4)
-    found = tally.to_json(1)
-    assert (found["rounds_thrown_away"], found["captures"]) == (2, 3)
-    assert found["seconds_thrown_away"] > 0.0
+def test_a_first_round_that_captured_steps_is_thrown_away() -> None:
+    for captures in ([2, 0, 0], [0, 2, 0]):
+        run = FakeRun(lambda name, number: [1, 2, 3])
+        run.captures = [*captures, 0, 3, 0]
+        tally = rounds_of(run, ARMS[:1], CHATS[:2], 2, temperature=0.7, max_tokens=3)["off"]
+        assert len(run.asked) == 4
+        # The second counts, but for the step beside which something was captured.
+        assert (tally.rounds, tally.thrown_away, tally.sums.tokens, tally.sums.seconds) == (1, 1, 2 * 4, 1.0)
+        found = tally.to_json(1)
+        assert (found["rounds_thrown_away"], found["captures"], found["steps_left_out"]) == (1, 5, 1)
+        assert found["seconds_thrown_away"] > 0.0
+    late = FakeRun(lambda name, number: [1, 2, 3])
+    late.captures = [0, 0, 9]
+    assert rounds_of(late, ARMS[:1], CHATS[:2], 2)["off"].thrown_away == 0
 
 
-def test_the_last_try_counts_whatever_it_captured() -> None:
+def test_the_last_try_counts_whatever_it_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     run = FakeRun(lambda name, number: [1, 2, 3])
-    run.graphs = list(range(100))
+
+    def steps(count: int, take: Callable[[Any], None]) -> None:
+        for number in range(3):
+            run.made += 1
+            take(batch_step(float(number), count, count, num_graphs=run.made))
+
+    monkeypatch.setattr(run, "take_steps", steps)
     tally = rounds_of(run, ARMS[:1], CHATS[:1], 1, max_tokens=3)["off"]
-    assert (tally.rounds, tally.thrown_away) == (1, MOST_TRIES - 1)
-    assert tally.captures == MOST_TRIES
+    assert (tally.rounds, tally.thrown_away, tally.captures) == (1, MOST_TRIES - 1, 3 * MOST_TRIES)
+    assert (tally.tokens_per_second, tally.sums.left_out) == (None, 2)
 
 
 def test_arms_take_turns_over_the_same_prompts() -> None:
@@ -164,14 +207,114 @@ def test_arms_take_turns_over_the_same_prompts() -> None:
     assert [r.prompt for r in run.asked[:6]] == ["prompt 0", "prompt 1"] * 3
     # A chosen seed would have every request planned alone.
     assert {r.sampling.seed for r in run.asked} == {None}
+    assert not any(r.steps for r in run.asked)
     found = tallies["static"].to_json(kv_bytes_per_token=100)
-    assert (found["rounds"], found["tokens"], found["num_steps"]) == (2, 20, 8)
-    assert found["acceptance_length"] == 2.5
-    assert found["mean_verify_len"] == 2.0
-    assert found["utilisation"] == pytest.approx((12 + 8) / (16 + 8))
-    assert (found["trimmed_rows"], found["trimmed_bytes"]) == (8, 800)
-    assert found["tokens_per_second_per_user"] == 50.0
-    assert found["step_time_error"] == pytest.approx(-0.1)
+    # Two rounds of three steps of two requests.
+    assert (found["rounds"], found["together"], found["seconds"]) == (2, 2, 3.0)
+    assert (found["tokens"], found["num_steps"], found["expected_tokens"]) == (24, 12, None)
+    assert found["tokens_per_second"] == found["drawn_tokens_per_second"] == 8.0
+    assert found["tokens_per_second_per_user"] == 4.0
+    assert found["acceptance_length"] == found["drawn_acceptance_length"] == found["mean_verify_len"] == 2.0
+    assert found["utilisation"] == pytest.approx(24 / (24 + 12))
+    assert (found["trimmed_rows"], found["trimmed_bytes"]) == (12, 1200)
+    assert (found["mean_step_ms"], found["step_time_error"]) == (500.0, pytest.approx(-0.1))
+
+
+def test_rounds_go_on_over_the_prompts_until_they_are_enough() -> None:
+    run, rounds = FakeRun(plain_tokens), [1, 2, 3, 3]
+    measure(
+        run, ARMS[:1], CHATS, 3, SamplingParams(), lambda: rounds.pop(0), lambda *_: None  # type: ignore[arg-type]
+    )  # fmt: skip
+    assert [r.prompt for r in run.asked] == [f"prompt {n % 4}" for n in range(9)]
+    assert rounds == []
+
+
+# What counts
+
+
+def test_only_steps_of_all_count_and_none_that_an_end_cuts() -> None:
+    steps = [
+        batch_step(0.0, 1, 9),
+        batch_step(1.0, 3, 9),
+        batch_step(2.0, 3, 9),
+        batch_step(5.0, 3, 6, predicted_step_ms=None, num_graphs=0),
+        batch_step(9.0, 3, 9, num_graphs=1),
+        batch_step(10.0, 3, 7, num_graphs=1, limited=1),
+        batch_step(11.0, 2, 9, num_graphs=1),
+        batch_step(12.0, 3, 9, num_graphs=1),
+    ]
+    found = counted(steps, 3)
+    assert (found.seconds, found.steps, found.answer_steps, found.tokens) == (4.0, 2, 6, 15)
+    assert (found.proposed, found.verified, found.accepted) == (18, 12, 9)
+    assert (found.predicted_steps, found.predicted_ms, found.measured_ms, found.left_out) == (1, 450.0, 500.0, 1)
+    assert (found.expected_tokens, found.yielded) == (None, 15)
+    assert most_together(steps) == 3
+    # An answer of few tokens has no step that is not cut, or none before it.
+    assert counted([batch_step(1.0, 1, 2, limited=1), batch_step(3.0, 1, 2, limited=1)], 1).seconds == 2.0
+    alone = counted([batch_step(1.0, 1, 2, limited=1)], 1)
+    assert (alone.seconds, alone.tokens) == (0.5, 2)
+    assert counted([], 0) == Counted()
+
+
+PROFILE = SimulatedAcceptance("chat", BUILT_IN["chat"])
+
+
+def drawn_step(draw: random.Random, trim: Callable[[list[float]], int]) -> tuple[int, list[float]]:
+    """(tokens, what is expected) of a step that verifies ``trim`` of its drafts, by the engine's own sums."""
+    chances = [(u * (2.0 - u)) ** a for u, a in ((draw.random(), a) for a in PROFILE.exponents)]
+    totals, length = StepTotals(), trim(chances)
+    totals.add_chances(PROFILE, [math.log(c / (1.0 - c)) for c in chances], length)
+    passed = sum(1 for _ in itertools.takewhile(lambda c: draw.random() < c, chances[:length]))
+    return 1 + passed, [totals.expected, totals.of_block, totals.of_profile]
+
+
+def first_doubt(chances: list[float]) -> int:
+    """Drafts before their survival falls below 0.4."""
+    return sum(alive > 0.4 for alive in itertools.accumulate(chances, mul))
+
+
+def runs_of(trim: Callable[[list[float]], int], num_runs: int, num_steps: int) -> list[Counted]:
+    draw = random.Random(5)
+    runs = []
+    for _ in range(num_runs):
+        steps = [drawn_step(draw, trim) for _ in range(num_steps)]
+        events = [batch_step(float(i), 1, tokens, expected=sums) for i, (tokens, sums) in enumerate(steps)]
+        runs.append(counted(events, 1))
+    return runs
+
+
+def spread(values: list[float]) -> float:
+    return statistics.stdev(values)
+
+
+def test_expected_tokens_are_right_and_free_of_luck() -> None:
+    whole = runs_of(lambda chances: 7, 40, 61)
+    for run in whole:  # of whole blocks the closed form remains
+        assert run.yielded / run.answer_steps == pytest.approx(PROFILE.acceptance_length, rel=1e-12)
+    assert spread([run.tokens / 60 for run in whole]) > 0.2
+    assert {run.yielded for run in runs_of(lambda chances: 0, 2, 31)} == {30.0}
+    # Plans that look at confidences: as brute force over many steps says, with a third of its spread.
+    trimmed = runs_of(first_doubt, 200, 61)
+    brute = [run.tokens / run.answer_steps for run in trimmed]
+    found = [run.yielded / run.answer_steps for run in trimmed]
+    standard_error = spread(brute) / len(brute) ** 0.5
+    assert abs(statistics.mean(found) - statistics.mean(brute)) < 4 * standard_error
+    assert spread(found) < 0.35 * spread(brute)
+
+
+def test_steps_that_draft_and_steps_that_pause_stand_side_by_side() -> None:
+    parts = [
+        batch_step(0.0, 2),
+        batch_step(1.0, 2, 5, expected=[1.5, 3.0, 2.4]),
+        batch_step(2.0, 2, 2, expected=[0.0, 0.0, 0.0]),
+    ]
+    found = counted(parts, 2)
+    # Chances were 1.25 times as good as they are.
+    assert found.yielded == pytest.approx(4 + 1.5 / 1.25)
+    assert found.tokens_per_second == pytest.approx(5.2 / 2.0)
+    told = Tally([found], 2).to_json(1)
+    assert (told["expected_tokens"], told["drawn_tokens_per_second"]) == (pytest.approx(5.2), 3.5)
+    assert told["acceptance_length"] == pytest.approx(1.3)
 
 
 def test_an_answer_that_fails_ends_the_bench() -> None:
@@ -232,16 +375,14 @@ def test_a_shorter_answer_is_a_difference() -> None:
 
 
 def tally(tokens: int, seconds: float) -> Tally:
-    found = Tally(seconds=seconds)
-    found.add([result([0] * (tokens + 1))], 0.0, [])
-    return found
+    return Tally([Counted(seconds=seconds, steps=2, answer_steps=2, tokens=tokens)], together=2)
 
 
 def test_no_speed_up_is_told_of_an_arm_that_says_something_else() -> None:
     tallies = {1: {"off": tally(10, 1.0), "static": tally(30, 1.0), "compact": tally(20, 1.0)}}
     rows = rows_of(tallies, {"static": Equality(4, 0, "answer 1"), "compact": Equality(4, 1)}, 8)
     by_arm = {row["arm"]: row for row in rows}
-    assert (by_arm["compact"]["speed_up"], by_arm["compact"]["speed_up_per_user"]) == (2.0, 1.0)
+    assert (by_arm["compact"]["speed_up"], by_arm["compact"]["speed_up_per_user"]) == (2.0, 2.0)
     assert by_arm["static"]["speed_up"] is by_arm["static"]["speed_up_per_user"] is None
     assert by_arm["static"]["tokens_per_second"] == 30.0
     cells = {row[1]: row for row in table_rows(rows, ["static"])}
@@ -252,7 +393,8 @@ def test_no_speed_up_is_told_of_an_arm_that_says_something_else() -> None:
 
 def rounds(*tokens: int) -> Tally:
     """A round of a second each."""
-    return Tally(by_round=[(n, 1.0) for n in tokens], predictions=[(11.0, 10.0)])
+    told = {"predicted_steps": 1, "predicted_ms": 11.0, "measured_ms": 10.0}
+    return Tally([Counted(seconds=1.0, tokens=n, **told) for n in tokens], together=4)  # type: ignore[arg-type]
 
 
 def test_compact_is_told_beside_the_best_fixed_length() -> None:
@@ -270,6 +412,19 @@ def test_compact_is_told_beside_the_best_fixed_length() -> None:
         "4 together: compact is 1.050 (1.000 to 1.100) of the best fixed length, static-2 of 3; "
         "its steps were predicted 10.0% too long"
     )
+
+
+def test_predicted_steps_are_told_by_number_of_requests() -> None:
+    (found,) = step_times({4: {"off": tally(3, 1.0), "compact": rounds(1, 2)}})
+    assert found == {
+        "requests": 4,
+        "concurrency": 4,
+        "arm": "compact",
+        "steps": 2,
+        "predicted_ms": 11.0,
+        "measured_ms": 10.0,
+        "error": pytest.approx(0.1),
+    }
 
 
 def test_an_arm_that_says_something_else_sets_no_bar() -> None:

@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from sparkchat.bench.counted import Counted
 from sparkchat.bench.measuring import Tally
-from sparkchat.bench.sheet import Sheet
+from sparkchat.bench.sheet import MOST_ROUNDS, Sheet
 from sparkchat.private_file import write_private
 
 
-def tally(tokens: int) -> Tally:
-    return Tally(tokens=tokens, seconds=1.0, rounds=1, by_round=[(tokens, 1.0)])
+def tally(tokens: int, seconds: float = 1.0, **fields: float) -> Tally:
+    return Tally([Counted(tokens=tokens, seconds=seconds)], **fields)  # type: ignore[arg-type]
 
 
 def filled(sheet: Sheet, *rounds: tuple[int, str], seconds: float = 2.0) -> Sheet:
@@ -29,7 +30,7 @@ ARMS = ["off", "static"]
 def test_arms_stand_side_by_side_with_the_rounds_that_all_have_answered() -> None:
     sheet = filled(Sheet(ARMS, {1: 3}), (1, "off"), (1, "static"), (1, "static"), (1, "off"), (1, "off"))
     found = sheet.tallies()[1]
-    assert {arm: (t.rounds, t.tokens) for arm, t in found.items()} == {"off": (2, 1 + 4), "static": (2, 2 + 3)}
+    assert {arm: (t.rounds, t.sums.tokens) for arm, t in found.items()} == {"off": (2, 1 + 4), "static": (2, 2 + 3)}
     assert sheet.comparable() == sheet.tallies()
     assert sheet.missing() == [{"concurrency": 1, "arm": arm, "rounds": 1} for arm in ARMS]
     assert sheet.missing_in_words() == "1 of 3 rounds at 1 together"
@@ -76,6 +77,36 @@ def test_what_is_left_lies_on_the_line_through_what_is_known() -> None:
     falling = filled(Sheet(ARMS, {1: 1, 3: 1, 7: 1}), (1, "off"), (1, "static"), seconds=9.0)
     filled(falling, (3, "off"), seconds=3.0)
     assert falling.seconds_left() == (3.0 + 2 * 3.0, False)
+
+
+def test_what_captures_took_is_not_expected_again() -> None:
+    sheet = Sheet(ARMS, {8: 4})
+    sheet.add(8, "off", tally(1, captures=9, thrown_away=2, seconds_thrown_away=90.0), 93.0)
+    assert sheet.seconds_left() == (7 * 3.0, False)
+    # A round that captured nothing says more.
+    sheet.add(8, "static", tally(1), 1.0)
+    assert sheet.seconds_left() == (6 * 1.0, False)
+    sheet.add(8, "off", tally(1), 2.0)
+    assert sheet.seconds_left() == (5 * 1.5, False)
+    assert sheet.seconds == 96.0
+
+
+def test_quick_rounds_are_more() -> None:
+    sheet = Sheet(ARMS, {1: 2, 8: 2}, least_seconds=1.5)
+    assert (sheet.num_wanted(1), sheet.num_wanted(8)) == (2, 2)
+    sheet.add(1, "off", tally(1, 0.9), 2.0)
+    assert sheet.num_wanted(1) == 2
+    sheet.add(1, "static", tally(1, 0.4), 2.0)
+    assert sheet.num_wanted(1) == 4
+    # It was slower later on, but was promised.
+    for arm in ARMS:
+        sheet.add(1, arm, tally(1, 2.0), 3.0)
+    assert sheet.num_wanted(1) == 4
+    assert [lack["rounds"] for lack in sheet.missing()] == [2, 2, 2, 2]
+    for arm in ARMS:
+        sheet.add(8, arm, tally(1, 1e-6), 1.0)
+    assert sheet.num_wanted(8) == MOST_ROUNDS
+    assert Sheet(ARMS, {1: 2}).num_wanted(1) == 2
 
 
 def test_a_file_is_replaced_whole_and_is_the_owners_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,8 +24,8 @@ def test_every_arm_is_timed_at_every_concurrency(mix_folders: dict[str, Path], t
         temperatures=[1.0] * 5,
         mode="compact",
     )
-    options = ("--prompts", "2", "--tokens", "16", "--concurrency", "2,1", "--out", tmp_path, "--context", "400")
-    done = sparkchat("bench", "mine", *options, "--temperature", "0")
+    options = ("--prompts", "2", "--tokens", "32", "--concurrency", "2,1", "--out", tmp_path, "--context", "400")
+    done = sparkchat("bench", "mine", *options, "--temperature", "0", "--seconds", "0")
     assert done.code == 0, done.err
     lines = done.out.splitlines()
     assert lines[1].split()[:2] == ["TOGETHER", "ARM"]
@@ -39,11 +39,19 @@ def test_every_arm_is_timed_at_every_concurrency(mix_folders: dict[str, Path], t
     assert [(row["concurrency"], row["arm"]) for row in report["results"]] == [(n, arm) for n in (1, 2) for arm in ARMS]
     assert {name: found["difference"] for name, found in report["equality"].items()} == dict.fromkeys(ARMS[1:])
     for row in report["results"]:
-        assert row["tokens"] == 2 * 15
+        # Two rounds; the first step of each is where the time begins.
+        assert row["arm"] != "off" or row["tokens"] == 2 * 30 * row["concurrency"]
+        assert (row["rounds"], row["together"], row["expected_tokens"]) == (2, row["concurrency"], None)
+        assert row["tokens_per_second"] == pytest.approx(row["tokens"] / row["seconds"])
         assert row["tokens_per_second"] > 0
         assert row["speed_up"] > 0
         assert (row["acceptance_length"] > 1.5) == (row["arm"] != "off")
         assert (row["step_time_error"] is not None) == (row["arm"] in ("compact", "cap-accept"))
+    assert {(found["requests"], found["arm"]) for found in report["step_times"]} == {
+        (n, arm) for n in (1, 2) for arm in ("compact", "cap-accept")
+    }
+    assert report["tokens_by"] == "drawn"
+    assert (report["cost_table"]["source"], report["cost_table"]["rows"]) == ("profile", [1, 6, 12])
     assert [(bar["concurrency"], bar["fixed_arms"]) for bar in report["bars"]] == [
         (n, ["off", "static"]) for n in (1, 2)
     ]

@@ -49,7 +49,7 @@ class FakeEngine:
     def __init__(self, spec: LoadSpec) -> None:
         FakeEngine.num_started += 1
         self.told: list[dict[str, Any]] = []
-        self.num_requests = 0
+        self.num_requests, self.now = 0, 0
         self.is_running = True
 
     def __enter__(self) -> FakeEngine:
@@ -68,6 +68,8 @@ class FakeEngine:
         if command["op"] == "plan_by_table":
             self.told.append({"event": "info", "info": INFO})
             return
+        if command["op"] in ("measure_together", "cancel"):
+            return
         if command["op"] == "capture_ahead":
             FakeEngine.captured.append(json.loads(json.dumps(command)))
         else:
@@ -82,18 +84,17 @@ class FakeEngine:
             "prompt_token_ids": [7],
             "finish_reason": "length",
             "error": None,
-            "speculation": dict.fromkeys(
-                [
-                    f"num_{what}"
-                    for what in ("steps", *(f"{w}_draft_tokens" for w in ("proposed", "verified", "accepted")))
-                ],
-                3,
-            ),
-            "timing": {"tokens_per_second": 50.0},
         }
-        self.told += [{"event": "delta", "id": request.id}, {"event": "end", "id": request.id, "result": result}]
+        self.told += [{"event": "delta", "id": request.id}, self.step(), self.step()]
+        self.told.append({"event": "end", "id": request.id, "result": result})
         if (act := self.act_at.get(self.num_requests)) is not None:
             act(self)
+
+    def step(self) -> dict[str, Any]:
+        self.now += 1_000_000
+        counts = {"requests": 1, "tokens": 3, "proposed": 4, "verified": 3, "accepted": 2, "limited": 0}
+        times = {"t_ns": self.now, "step_ms": 1.0, "predicted_step_ms": None}
+        return {"event": "batch_step", **counts, **times, "expected": None, "num_graphs": 3 * INFO["graphs"]}
 
     def poll(self, _timeout: float | None = 0.0) -> list[dict[str, Any]]:
         told, self.told = self.told, []
@@ -113,7 +114,8 @@ def run(main: Cli, model_folder: Path, drafter_folder: Path, monkeypatch: pytest
     monkeypatch.setattr(FakeEngine, "act_at", {})
     monkeypatch.setattr(FakeEngine, "num_started", 0)
     monkeypatch.setattr(FakeEngine, "captured", [])
-    words = ("--drafter", drafter_folder, "--concurrency", "1,2,4", "--prompts", "2", "--tokens", "8")
+    monkeypatch.setattr(command_module, "_LEAST_ROUNDS", 1)
+    words = ("--drafter", drafter_folder, "--concurrency", "1,2,4", "--prompts", "2", "--tokens", "8", "--seconds", "0")
 
     def run(*args: str | Path) -> Done:
         return main("bench", model_folder, *words, *args)
@@ -190,7 +192,7 @@ def test_steps_are_captured_before_rounds_of_many(run: Callable[..., Done], monk
     monkeypatch.setitem(INFO, "graphs", True)
     done = run("--concurrency", "8,16,32", "--json")
     assert done.code == 0, done.err
-    assert [(c["above"], c["most"]) for c in FakeEngine.captured] == [(8, 16), (16, 32)]
+    assert [(c["above"], c["most"]) for c in FakeEngine.captured] == [(7, 8), (15, 16), (31, 32)]
     assert FakeEngine.captured[0]["blocks"] == [[0, False], [5, False]]
     assert done.err.index("capturing steps of 16 together") < done.err.index("16 together, off")
     assert done.json["seconds"]["captures_ahead"] > 0.0

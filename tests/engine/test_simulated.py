@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from cases.harness import Runner, random_prompts
+from cases.harness import Runner, random_prompts, to_request
 from fixtures.shapes import write_shapes
+from sparkchat.engine.cost_table import CostLookup
 from sparkchat.engine.engine import Engine
 from sparkchat.engine.simulated import spread_chances
 from sparkchat.errors import UsageError
-from sparkchat.params import LoadSpec
+from sparkchat.params import CostTable, LoadSpec
 from sparkchat.simulation import BUILT_IN, acceptance_of_length, exponent_of, parse_simulation
 
 
@@ -94,6 +96,56 @@ def test_every_record_says_that_it_is_simulated(simulated: Runner) -> None:
     assert simulated.engine.info["simulated"]["profile"] == "chat"
     assert any("simulated" in sentence for sentence in simulated.engine.info["notices"])
     assert any("random" in sentence for sentence in simulated.engine.info["notices"])
+
+
+def batch_steps(engine: Engine, lines: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Steps of all requests as wholes, and request by request."""
+    events: list[dict[str, Any]] = []
+    for number, line in enumerate(lines):
+        events += engine.submit(to_request(line, number))
+    while engine.has_work:
+        events += engine.step()
+    return [[event for event in events if event["event"] == kind] for kind in ("batch_step", "step")]  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("is_captured", [False, True])
+def test_whole_steps_are_told_with_what_their_chances_promise(simulated: Runner, is_captured: bool) -> None:
+    cost = CostTable((8, 24, 64), (10.0, 12.0, 30.0))
+    engine = simulated.engine if not is_captured else Engine(replace(simulated.engine.spec, graphs=True))
+    engine.pair.cost = CostLookup(cost)
+    engine.measure_together(True)
+    try:
+        for mode in ("off", "static", "compact", "cap-accept"):
+            lines = [
+                {"prompt_ids": prompt, "mode": mode, "max_tokens": 60, "ignore_eos": True, "temperature": 0.0}
+                for prompt in random_prompts(8, 20)
+            ]
+            wholes, steps = batch_steps(engine, lines)
+            assert wholes[0]["requests"] == 8, "nobody decodes while prompts are read"
+            assert sum(whole["requests"] for whole in wholes) == len(steps)
+            for name, field in (("verified", "verify_len"), ("accepted", "correct_drafts")):
+                assert sum(whole[name] for whole in wholes) == sum(step[field] for step in steps)
+            assert sum(whole["tokens"] for whole in wholes) == 8 * 59
+            assert (wholes[0]["predicted_step_ms"] is None) == (mode in ("off", "static"))
+            kept = [whole for whole in wholes if not whole["limited"]]
+            assert kept and (len(kept) < len(wholes)) == (mode != "off")
+            accepted = sum(whole["accepted"] for whole in kept)
+            expected, of_block, of_profile = map(sum, zip(*(whole["expected"] for whole in kept), strict=True))
+            drafted = sum(whole["proposed"] for whole in kept) / 7
+            assert of_profile == pytest.approx(drafted * (parse_simulation("chat").acceptance_length - 1.0))
+            assert abs(of_block - of_profile) < 0.25 * of_profile or mode == "off"
+            # A step's drafts pass with a spread of 2.3 at most.
+            assert abs(accepted - expected) < 4 * 2.3 * max(1.0, drafted) ** 0.5
+            if mode == "cap-accept":
+                assert expected < 0.9 * of_block, "the plan capped what may be taken"
+                assert sum(whole["verified"] for whole in kept) == 7 * drafted
+            elif mode == "compact":
+                assert sum(whole["verified"] for whole in kept) < 7 * drafted
+            else:
+                assert expected == pytest.approx(of_block)
+    finally:
+        engine.measure_together(False)
+    assert batch_steps(engine, lines[:1])[0] == []
 
 
 def test_the_same_seed_gives_the_same_run(simulated: Runner) -> None:

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from sparkchat.engine import rng
+from sparkchat.engine.captured.caps import caps_of
 from sparkchat.engine.captured.graphs import Stages
 from sparkchat.engine.captured.laws import Draws
 from sparkchat.engine.captured.outcome import outcomes_of
@@ -326,6 +327,9 @@ class CapturedDecoder:
         events: list[Event] = []
         told: list[tuple[Seat, StepIntent, StepLengths, Any, int]] = []
         outcomes = outcomes_of(self._step.records, flying.slot.records, [i.draft_len for i in flying.intents])
+        caps: dict[int, int] = {}
+        if self._pair.totals is not None:
+            caps = caps_of(flying.intents, flying.budgets, outcomes, self._pair.temperatures)
         for index, (seat, intent, outcome) in enumerate(zip(flying.seats, flying.intents, outcomes, strict=True)):
             state = seat.state
             if state.is_finished:
@@ -333,6 +337,8 @@ class CapturedDecoder:
             budget = flying.budgets.of(index)
             planned = None if budget is None else outcome.verify_len
             lengths = lengths_of(intent, planned, budget, flying.budgets.paused_ms)
+            if index in caps:
+                lengths = replace(lengths, cap=caps[index])
             state.round = seat.read()
             if not outcome.is_draft_sound and intent.draft_len:
                 state.finish("error", error=DAMAGED_DRAFTER)
