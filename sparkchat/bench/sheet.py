@@ -29,11 +29,9 @@ class Sheet:
         self._seconds[together, arm].append(seconds)
 
     def num_wanted(self, together: int) -> int:
-        """Rounds that each arm is to have, by how long the steps that counted took so far; never fewer than before."""
-        known = self._common(together)
-        if known:
-            counted = [[t.sums.seconds for t in self._tallies[together, arm][:known]] for arm in self.arms]
-            least = min(sum(seconds) for seconds in counted) / known
+        """Rounds that each arm is to have: settled when all have had one, by how long the steps took that counted."""
+        if self._common(together) == 1:
+            least = min(self._tallies[together, arm][0].sums.seconds for arm in self.arms)
             wanted = math.ceil(self._least_seconds / least) if least else 0
             self.rounds[together] = max(self.rounds[together], min(wanted, MOST_ROUNDS))
         return self.rounds[together]

@@ -24,7 +24,7 @@ from sparkchat.engine.prefill import prefill_step
 from sparkchat.engine.request import RequestState
 from sparkchat.engine.result import finished_result, refused_result
 from sparkchat.engine.scheduler import Scheduler
-from sparkchat.engine.slots import Reach, SlotTable
+from sparkchat.engine.slots import Reach, SlotTable, flush_contexts
 from sparkchat.engine.step_plan import standing_mode
 from sparkchat.engine.step_totals import StepTotals
 from sparkchat.errors import SparkchatError, UsageError
@@ -110,6 +110,7 @@ class Engine:
             self._interrupt()
             events += self._retire()
             if self.pair.totals is not None and self._scheduler.filling:
+                self._hand_over()
                 return events
         events += self._make_room()
         decoding = self._scheduler.decoding
@@ -260,6 +261,12 @@ class Engine:
         """For comparisons, from now on: whole steps are told as ``batch_step`` events, and nobody decodes before all
         prompts that found room are read, so that as many requests as there are decode side by side."""
         self.pair.totals = StepTotals() if is_wanted else None
+
+    def _hand_over(self) -> None:
+        """What the prompts read so far left for the drafter: of hundreds of them together it would be gigabytes."""
+        contexts = [state.slot.draft for state in self._scheduler.decoding]
+        if self._captured is not None and self.pair.drafter is not None and self.pair.draft_cache is not None:
+            flush_contexts(self.pair.drafter, self.pair.draft_cache, contexts)
 
     def _totals(self) -> list[Event]:
         totals = self.pair.totals
