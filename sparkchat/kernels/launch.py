@@ -29,11 +29,13 @@ class Overlap(Enum):
     LATE = "late"
     """All, but no program starts before all of the kernel before it have ended: what is saved is the making ready of a
     launch, and no room is taken from who still runs."""
+    BEHIND = "behind"
+    """As late, but for the kernel behind one that streams a large matrix: that may start when all programs of the
+    product run, into what room they leave. Nothing is called ahead."""
 
 
-EARLY = 1
-"""What PDL is where the next kernel may start while this one runs, and weights are called ahead."""
-_WAITS = {Overlap.NONE: 0, Overlap.LATE: 2}
+ORDINARY, EARLY, LATE, BEHIND = 0, 1, 2, 3
+"""What PDL is: the odd ones let the next kernel start while this one runs; with 1, weights are called ahead as well."""
 _overlap = Overlap.NONE
 _start: Callable[..., Any] | None = None
 
@@ -80,22 +82,30 @@ def started_by(start: Callable[..., Any]) -> Iterator[None]:
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, is_streaming: bool = False, **options: Any) -> None:
     """Start ``kernel``; its last constexpr is PDL. ``is_streaming``: see ``Overlap.SMALL``."""
-    if starts_early(is_streaming) or _overlap is Overlap.LATE:
+    if starts_early(is_streaming) or _overlap in (Overlap.LATE, Overlap.BEHIND):
         options["launch_pdl"] = True
-    how = _WAITS.get(_overlap, EARLY)
+    how = _how(is_streaming)
     if _start is not None:
         _start(kernel, grid, *arguments, PDL=how, **options)
         return
     kernel[grid](*arguments, PDL=how, **options)
 
 
+def _how(is_streaming: bool) -> int:
+    if _overlap is Overlap.NONE:
+        return ORDINARY
+    if _overlap in (Overlap.LATE, Overlap.BEHIND):
+        return BEHIND if is_streaming and _overlap is Overlap.BEHIND else LATE
+    return EARLY
+
+
 @triton.jit
 def wait(PDL: tl.constexpr):
     """Let the next kernel start, if it may before this one ends, then wait until everything before this kernel is
     done."""
-    if PDL == 1:
+    if PDL % 2 == 1:
         tl.extra.cuda.gdc_launch_dependents()
-    if PDL:
+    if PDL > 0:
         tl.extra.cuda.gdc_wait()
 
 

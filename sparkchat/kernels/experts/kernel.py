@@ -45,10 +45,10 @@ def _gate_up(
         # Which experts are hit is not known yet; the shared one always is.
         if item < shared_items:
             call_ahead(shared_codes + tile.to(tl.int64) * (STEPS * 4096), PAIRS * STEPS, WARPS)
-    if PDL:
+    if PDL > 0:
         # In this order: what starts next may read, before it waits itself, what the router wrote.
         tl.extra.cuda.gdc_wait()
-    if PDL == 1:
+    if PDL % 2 == 1:
         tl.extra.cuda.gdc_launch_dependents()
     word = word_of(item, items_ptr, shared_items, most_items)
     if item >= shared_items + tl.load(counts_ptr):
@@ -130,7 +130,7 @@ def launch_gate_up(
         PER_ROW=per_row, TILES=tiles, STEPS=size // STEP, ROWS=tile, PAIRS=plan.pairs, SPLIT=plan.split,
         WARPS=plan.warps, STAGES=plan.stages, SHARED_STAGES=plan.shared_stages, LATE=plan.is_late,
         ROUND=is_rounded,
-        num_warps=plan.warps, num_stages=plan.stages, maxnreg=plan.registers or None,
+        is_streaming=True, num_warps=plan.warps, num_stages=plan.stages, maxnreg=plan.registers or None,
     )  # fmt: skip
 
 
@@ -153,7 +153,8 @@ def launch_down(
         routing.items, routing.counts, routing.lists, parts, rows, routing.lists.shape[1], shared_items, most,
         PER_ROW=per_row, TILES=tiles, STEPS=width // STEP, ROWS=tile, PAIRS=plan.pairs, SPLIT=plan.split,
         WARPS=plan.warps, STAGES=plan.stages, SHARED_STAGES=plan.shared_stages, LATE=plan.is_late,
-        ROUND=is_rounded, num_warps=plan.warps, num_stages=plan.stages, maxnreg=plan.registers or None,
+        ROUND=is_rounded, is_streaming=True,
+        num_warps=plan.warps, num_stages=plan.stages, maxnreg=plan.registers or None,
     )  # fmt: skip
 
 

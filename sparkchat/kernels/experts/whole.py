@@ -174,7 +174,8 @@ def launch_mix_experts(
         UP_STAGES=first.stages, UP_SHARED_STAGES=first.shared_stages, UP_LATE=first.is_late,
         DOWN_TILES=size // (2 * OUTS), DOWN_STEPS=weights.width // STEP, DOWN_PAIRS=second.pairs,
         DOWN_SPLIT=second.split, DOWN_STAGES=second.stages, DOWN_SHARED_STAGES=second.shared_stages,
-        DOWN_LATE=second.is_late, num_warps=first.warps, num_stages=first.stages, maxnreg=plan.registers,
+        DOWN_LATE=second.is_late, is_streaming=True,
+        num_warps=first.warps, num_stages=first.stages, maxnreg=plan.registers,
     )  # fmt: skip
 
 

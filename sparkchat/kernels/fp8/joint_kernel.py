@@ -122,5 +122,6 @@ def launch_joint(
         STEPS=size // STEP, PAIRS=pairs, PART=plan.codes.part(size), SPLITS=plan.codes.splits, ROWS=rows,
         PLAIN_TILES=tiles, PLAIN_SPLITS=plan.plain_splits, PLAIN_ROWS=plain_rows, TILE_OUTS=PLAIN_OUTS,
         WHOLE_FROM=product.whole_from, ROW_TILES=product.arrived.shape[1], WARPS=plan.codes.warps,
-        STAGES=plan.codes.stages, PLAIN_STAGES=plan.plain_stages, ROUND=is_rounded, num_warps=plan.codes.warps,
+        STAGES=plan.codes.stages, PLAIN_STAGES=plan.plain_stages, ROUND=is_rounded, is_streaming=True,
+        num_warps=plan.codes.warps,
     )  # fmt: skip

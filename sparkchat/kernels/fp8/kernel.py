@@ -77,5 +77,5 @@ def launch_fp8_linear(
         out.stride(-2), out.stride(0) if is_parts else 0, outs // groups, 0 if meeting is None else meeting.rank,
         STEPS=size // STEP, PART=plan.part(size), ROWS=rows, SPLIT=plan.warps, PAIRS=plan.pairs, STAGES=plan.stages,
         ROUND=is_rounded, GROUPED=groups > 1, RANKS=0 if meeting is None else meeting.pads.shape[0],
-        num_warps=plan.warps * plan.pairs, num_stages=plan.stages,
+        is_streaming=True, num_warps=plan.warps * plan.pairs, num_stages=plan.stages,
     )  # fmt: skip
