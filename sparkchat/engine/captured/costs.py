@@ -40,10 +40,11 @@ def captured_costs(decoder: CapturedDecoder, block: int, counts: Sequence[int]) 
 
     batches: list[BatchCosts] = []
     some = {*counts[::2], counts[-1]}
-    for count in counts:
+    # The largest first: what is captured later finds room in the memory that it took.
+    for count in reversed(counts):
         is_end = count in (counts[0], counts[-1])
         tiers = tiers_of(block, count)
-        known = {n: time(count, True, n) for n in timed_rows(tiers, count, FINE if is_end else COARSE)}
+        known = {n: time(count, True, n) for n in reversed(timed_rows(tiers, count, FINE if is_end else COARSE))}
         batch = BatchCosts(count, tiers, filled(known, tiers), time(count, False, count))
         if count in some:
             # Filters cost by the laws that are drawn from; a middle number of rows stands for all.
@@ -51,7 +52,7 @@ def captured_costs(decoder: CapturedDecoder, block: int, counts: Sequence[int]) 
             filtered_ms = max(0.0, time(count, True, middle, draws=Draws.FILTERED) - known[middle])
             room = decoder.room_for_strangers(count) - block - 2
             batch = replace(batch, filtered_ms=filtered_ms, context=_context(time, batch, room))
-        batches.append(batch)
+        batches.insert(0, batch)
     by_count = {batch.requests: batch.filtered_ms for batch in batches if batch.requests in some}
     filters = filled(by_count, counts)
     batches = [replace(batch, filtered_ms=ms) for batch, ms in zip(batches, filters, strict=True)]
