@@ -66,6 +66,7 @@ def test_every_arm_is_timed_at_every_concurrency(mix_folders: dict[str, Path], t
         (("--concurrency", "1,x"), "--concurrency '1,x'"),
         (("--concurrency", "0"), "--concurrency '0'"),
         (("--tokens", "1"), "--tokens"),
+        (("--seconds", "nan"), "--seconds nan"),
         (("--out", "/dev/null/x"), "no folder"),
     ],
 )
