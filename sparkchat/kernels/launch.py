@@ -32,10 +32,14 @@ class Overlap(Enum):
     BEHIND = "behind"
     """As late, but for the kernel behind one that streams a large matrix: that may start when all programs of the
     product run, into what room they leave. Nothing is called ahead."""
+    EACH = "each"
+    """All, each as soon as all programs of the one before it are at work, so that no more than two are on the card.
+    Nothing is called ahead."""
 
 
-ORDINARY, EARLY, LATE, BEHIND = 0, 1, 2, 3
-"""What PDL is: the odd ones let the next kernel start while this one runs; with 1, weights are called ahead as well."""
+ORDINARY, EARLY, LATE, BEHIND, EACH = range(5)
+"""What PDL is. With 1 and 3 the next kernel may start when this one has started, with 4 when this one need not wait any
+more; with 1 weights are called ahead as well."""
 _overlap = Overlap.NONE
 _start: Callable[..., Any] | None = None
 
@@ -82,7 +86,7 @@ def started_by(start: Callable[..., Any]) -> Iterator[None]:
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, is_streaming: bool = False, **options: Any) -> None:
     """Start ``kernel``; its last constexpr is PDL. ``is_streaming``: see ``Overlap.SMALL``."""
-    if starts_early(is_streaming) or _overlap in (Overlap.LATE, Overlap.BEHIND):
+    if starts_early(is_streaming) or _overlap in _BARE:
         options["launch_pdl"] = True
     how = _how(is_streaming)
     if _start is not None:
@@ -91,12 +95,16 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, is_streaming: bo
     kernel[grid](*arguments, PDL=how, **options)
 
 
+_BARE = {Overlap.LATE: LATE, Overlap.BEHIND: BEHIND, Overlap.EACH: EACH}
+"""All of whose launches are programmatic, and which call nothing ahead."""
+
+
 def _how(is_streaming: bool) -> int:
     if _overlap is Overlap.NONE:
         return ORDINARY
-    if _overlap in (Overlap.LATE, Overlap.BEHIND):
-        return BEHIND if is_streaming and _overlap is Overlap.BEHIND else LATE
-    return EARLY
+    if _overlap is Overlap.BEHIND:
+        return BEHIND if is_streaming else LATE
+    return _BARE.get(_overlap, EARLY)
 
 
 @triton.jit
@@ -107,6 +115,8 @@ def wait(PDL: tl.constexpr):
         tl.extra.cuda.gdc_launch_dependents()
     if PDL > 0:
         tl.extra.cuda.gdc_wait()
+    if PDL == 4:
+        tl.extra.cuda.gdc_launch_dependents()
 
 
 def check_flat(*tensors: Tensor | None) -> None:

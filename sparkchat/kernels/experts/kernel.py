@@ -48,7 +48,7 @@ def _gate_up(
     if PDL > 0:
         # In this order: what starts next may read, before it waits itself, what the router wrote.
         tl.extra.cuda.gdc_wait()
-    if PDL % 2 == 1:
+    if PDL % 2 == 1 or PDL == 4:
         tl.extra.cuda.gdc_launch_dependents()
     word = word_of(item, items_ptr, shared_items, most_items)
     if item >= shared_items + tl.load(counts_ptr):
