@@ -72,7 +72,7 @@ class Rank:
 def cases(ranks: list[Rank], rows: int) -> dict[str, list[Step]]:
     x = [torch.randn(rows, D, device=r.device).to(torch.bfloat16) for r in ranks]
     experts = [torch.randn(7, rows, D, device=r.device) for r in ranks]
-    attention = [torch.empty((r.products[0].splits(), rows, D), device=r.device) for r in ranks]
+    attention = [torch.empty((r.products[0].splits(rows), rows, D), device=r.device) for r in ranks]
     streams = [torch.randn(rows, STREAMS, D, device=r.device).to(torch.bfloat16) for r in ranks]
     made = [(torch.zeros(rows, 20, device=r.device), torch.empty_like(s), torch.empty_like(s[:, 0])) for r, s in
             zip(ranks, streams, strict=True)]  # fmt: skip

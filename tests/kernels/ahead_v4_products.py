@@ -19,6 +19,7 @@ from sparkchat.kernels.experts.kernel import launch_add_parts, launch_down, laun
 from sparkchat.kernels.experts.plan import WHOLE_TRIED
 from sparkchat.kernels.experts.whole import launch_mix_experts
 from sparkchat.kernels.fp8 import TiledFp8
+from sparkchat.kernels.fp8.expand_kernel import launch_expand
 from sparkchat.kernels.fp8.joint import JointProduct
 from sparkchat.kernels.fp8.joint_kernel import launch_joint
 from sparkchat.kernels.fp8.kernel import launch_fp8_linear
@@ -57,6 +58,11 @@ def fp8() -> None:
         parts = torch.zeros(plan_of(out, size).splits, rows, out)
         launch_fp8_linear(x, weight, parts, 1, is_rounded)
         launch_fp8_linear(x, weight, torch.zeros(rows, out, dtype=HALF), 1, is_rounded)
+
+
+def expand() -> None:
+    for out, size, dtype in ((16384, 1024, HALF), (D, 3 * D, HALF), (32, 128, torch.float32)):
+        launch_expand(tiles_of(out, size), torch.empty(out, size, dtype=dtype))
 
 
 def joint() -> None:
@@ -101,7 +107,7 @@ def experts() -> None:
     launch_add_parts(torch.zeros(PER_ROW + 1, 6, D), torch.zeros(6, D))
 
 
-ALL: dict[str, Callable[[], None]] = {f.__name__: f for f in (fp8, joint, ranks, route, experts)}
+ALL: dict[str, Callable[[], None]] = {f.__name__: f for f in (fp8, expand, joint, ranks, route, experts)}
 
 
 def main(names: list[str]) -> None:

@@ -33,7 +33,7 @@ def weight_of(out: int, size: int, device: torch.device) -> TiledFp8:
 @pytest.mark.parametrize("has_parts", [False, True])
 def test_against_the_reference(rows: int, out: int, size: int, has_parts: bool, device: torch.device) -> None:
     weight, x = weight_of(out, size, device), torch.randn(rows, size, device=device, dtype=half(device))
-    parts = (weight.splits(),) if has_parts else ()
+    parts = (weight.splits(rows),) if has_parts else ()
     outs = torch.full((2, *parts, rows, out), NAN, device=device)
     launch_fp8_linear(x, weight, outs[0], 1, False)
     fp8_linear_reference(x, weight, outs[1], 1, False)
@@ -97,10 +97,10 @@ def test_a_number_that_is_none_shows_in_its_row_alone(device: torch.device) -> N
 
 def test_a_row_does_not_depend_on_how_many_there_are(device: torch.device) -> None:
     weight, x = weight_of(32, 1024, device), torch.randn(33, 1024, device=device, dtype=half(device))
-    together = torch.full((weight.splits(), 33, 32), NAN, device=device)
+    together = torch.full((weight.splits(33), 33, 32), NAN, device=device)
     launch_fp8_linear(x, weight, together, 1, False)
     for count in (1, 9):
-        some = torch.full((weight.splits(), count, 32), NAN, device=device)
+        some = torch.full((weight.splits(count), count, 32), NAN, device=device)
         launch_fp8_linear(x[:count].clone(), weight, some, 1, False)
         assert_same_sums(some, together[:, :count])
 

@@ -1,4 +1,4 @@
-"""Products of one input with a weight of 8 bits and one of plain numbers, in one launch.
+"""Products of one input with a weight of 8 bits and one of plain numbers, in one launch; of many rows by the library.
 
 Shapes: N rows, k inputs, o outputs of the weight of 8 bits in P parts, n outputs of the plain one in S parts.
 """
@@ -11,7 +11,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from sparkchat.kernels.fp8.plan import MULTIPROCESSORS, Fp8Plan
+from sparkchat.kernels.fp8 import fp8_linear
+from sparkchat.kernels.fp8.plan import MULTIPROCESSORS, Fp8Plan, is_expanded
 from sparkchat.kernels.fp8.reference import fp8_linear_reference
 from sparkchat.kernels.fp8.weights import TiledFp8
 from sparkchat.kernels.tiles.packing import OUTS, STEP
@@ -73,11 +74,14 @@ class JointProduct:
         """x [N, k] half, N <= 512 -> parts [P, N, o] of the codes' product (of rounded x where ``is_rounded``), parts
         [S, N, n] of the plain one's, and its last outputs [N, n - whole_from] added up. All float32.
 
-        The parts of those last outputs mean nothing. A row's bits do not depend on the rows beside it.
+        The parts of those last outputs mean nothing. A row's bits do not depend on the rows beside it, but where the
+        weight of 8 bits is expanded (``fp8_linear``): then both have one part.
         """
         if x.stride(1) != 1 or x.shape[1] != self.plain.shape[1]:
             raise ValueError(f"x {tuple(x.shape)} does not fit weights of {self.plain.shape[1]} inputs")
         plan, count = self.plan, x.shape[0]
+        if is_expanded(*self.codes.shape, count, is_rounded):
+            return self._by_library(x)
         out = torch.empty((plan.codes.splits, count, self.codes.shape[0]), device=x.device)
         plain = torch.empty((plan.plain_splits, count, self.plain.shape[0]), device=x.device)
         whole = torch.empty((count, self.plain.shape[0] - self.whole_from), device=x.device)
@@ -88,6 +92,18 @@ class JointProduct:
         else:
             joint_reference(x, self, out, plain, whole, is_rounded)
         return out, plain, whole
+
+    def _by_library(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        out = torch.empty((1, x.shape[0], self.codes.shape[0]), device=x.device)
+        plain = torch.empty((1, x.shape[0], self.plain.shape[0]), device=x.device)
+        fp8_linear(x, self.codes, out)
+        if x.is_cuda:
+            from sparkchat.kernels.fp8.expanded import multiply_plain
+
+            multiply_plain(x, self.plain, plain[0])
+        else:
+            plain[0] = x.float() @ self.plain.float().T
+        return out, plain, plain[0, :, self.whole_from :]
 
 
 _MOST_ROW_TILES = 32

@@ -20,6 +20,19 @@ MANY_ROWS, MOST_PAIRS = 17, 4
 """From so many rows on a program takes several pairs of tiles, up to so many: with one, more bytes of activations than
 of codes come from the L2 cache, 32 outputs at a time (benchmarks/results/2026-11-30-v4-machine-code.md)."""
 
+EXPANDED_ROWS = 128
+"""From so many rows on a weight is expanded to plain numbers, and the library multiplies.
+
+Measured on an H200 against cuBLAS with the same weight in bfloat16, microseconds at 24, 96 and 384 rows: wq_b 12.2, 26.8,
+92 against 10.5, 11.3, 20.7; wo_b 11.7, 26.7, 95 against 12.7, 14.4, 21.4; main_proj 20.6, 52.7, 192 against 28.2, 33.0,
+61. Expanding reads a byte and writes two for each code: at 4.6 TB/s 11 us for the 16.8 million of wq_b or wo_b and 33 us
+for main_proj, so that the two are even at about 128 rows. That is expected, not measured: ``benchmarks/kernels.py --only
+v4-fp8`` times it as "expanded"."""
+MOST_EXPANDED = 128 << 20
+"""Bytes of the room that weights are expanded in; of a larger one, a drafter's head, some outputs at a time."""
+EXPANSION, TRIED_EXPANSIONS = (2, 4), ((1, 2), (1, 4), (2, 4), (2, 8), (4, 8))
+"""Steps of a program that expands, and its warps."""
+
 
 @dataclass(frozen=True)
 class Fp8Plan:
@@ -92,6 +105,24 @@ def num_programs(out: int, size: int, rows: int, is_rounded: bool) -> int:
     """Of a product of so many outputs, inputs and rows, all inputs summed by one program."""
     plan = plan_for_rows(out, size, False, rows, is_rounded)
     return out // (2 * OUTS * plan.pairs) * -(-rows // plan.row_tile(rows, is_rounded))
+
+
+def is_expanded(out: int, size: int, rows: int, is_rounded: bool = False, groups: int = 1) -> bool:
+    """Whether a weight [out, size] is expanded for so many rows; the outputs of a group must have room together."""
+    unit = 2 * OUTS if groups == 1 else out // groups
+    return rows >= EXPANDED_ROWS and not is_rounded and 4 * unit * size <= MOST_EXPANDED
+
+
+def expanded_pieces(
+    out: int, size: int, groups: int, itemsize: int, most: int = MOST_EXPANDED
+) -> list[tuple[int, int]]:
+    """First and last outputs of pieces that are expanded one after the other, as even as may be, in ``most`` bytes:
+    of pairs of tiles, or of whole groups."""
+    unit = 2 * OUTS if groups == 1 else out // groups
+    units = out // unit
+    pieces = -(-units // (most // (unit * size * itemsize)))
+    each = -(-units // pieces) * unit
+    return [(first, min(out, first + each)) for first in range(0, out, each)]
 
 
 def shared_bytes(plan: Fp8Plan, rows: int, bytes_of_step: int = 2 * 16 * STEP) -> int:

@@ -17,7 +17,7 @@ def fp8_linear_reference(
 ) -> None:
     """See ``fp8_linear``. Computes in float32. ``plan`` stands in for the usual one."""
     (outs, size), values = weight.shape, weight.dense()
-    plan = plan or plan_of(outs, size, out.dim() == 3)
+    plan = plan or plan_of(outs, size, out.dim() == 3 and out.shape[0] > 1)
     width = plan.part(size) * STEP
     rows = (rounded_e4m3(x) if is_rounded else x).float().unflatten(1, (groups, size))
     weights = values.unflatten(0, (groups, -1))

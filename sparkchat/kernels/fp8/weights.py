@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sparkchat.kernels.fp8.plan import plan_of
+from sparkchat.kernels.fp8.plan import is_expanded, plan_of
 from sparkchat.kernels.tiles.packing import (
     FP8_BLOCK,
     OUTS,
@@ -62,9 +62,14 @@ class TiledFp8:
         scales = self.scales.transpose(1, 2).reshape(outs // OUTS, 1, size // STEP, 1)
         return (self.codes().float().view(outs // OUTS, OUTS, size // STEP, STEP) * scales).view(outs, size)
 
-    def splits(self) -> int:
-        """Parts of the inputs that ``fp8_linear`` sums apart where it may."""
-        return plan_of(*self.shape).splits
+    def outs(self, first: int, last: int) -> TiledFp8:
+        """The outputs from ``first`` to ``last``, multiples of 32, in the same memory."""
+        cut = slice(first // (2 * OUTS), last // (2 * OUTS))
+        return TiledFp8(self.tiles[cut], self.scales[cut])
+
+    def splits(self, rows: int, is_rounded: bool = False) -> int:
+        """Parts of the inputs that ``fp8_linear`` sums apart of so many rows where it may."""
+        return 1 if is_expanded(*self.shape, rows, is_rounded) else plan_of(*self.shape).splits
 
 
 def takes(codes: Tensor, block: tuple[int, int]) -> bool:

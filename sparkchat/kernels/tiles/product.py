@@ -177,6 +177,19 @@ def _fp8_groups(codes, BATCH: tl.constexpr):
 
 
 @triton.jit
+def expand_pair(codes, scales, STEPS: tl.constexpr):
+    """codes [STEPS * 4096] bytes of a pair of tiles and scales [STEPS * 2] -> their numbers [32, STEPS * 128] float32,
+    in the order of outputs and inputs"""
+    values = _expand_fp8(tl.reshape(codes, (STEPS * 16, 16, 16)), STEPS * 16, tl.float32).to(tl.float32)
+    if not INTERPRETED:
+        values, scales = values * _RAISED, scales * _LACKING
+    values = tl.reshape(values, (STEPS * 2, 2048)) * scales[:, None]
+    # In memory: step, tile, 32 inputs, output of a half, 8 inputs of a lane, half of the outputs, input (packing.py).
+    values = tl.permute(tl.reshape(values, (STEPS, 2, 4, 8, 4, 2, 8)), (1, 5, 3, 0, 2, 4, 6))
+    return tl.reshape(values, (32, STEPS * 128))
+
+
+@triton.jit
 def _step_of(x_rows, x_part):
     """Pointers [4, S * R, 32] to the first step of each row's part. Of all rows 32 inputs lie side by side in shared
     memory, so that eight lanes read from all its banks; with rows of 128 inputs they would read from half of them."""

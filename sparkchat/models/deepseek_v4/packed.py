@@ -10,17 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from sparkchat.kernels.experts import weights as expert_weights
-from sparkchat.kernels.fp8 import TiledFp8, fp8_linear, takes
+from sparkchat.kernels.fp8 import TiledFp8, fp8_linear, make_room, takes
 from sparkchat.kernels.gemm import small_gemm
 from sparkchat.models.deepseek_v4.formats import ScaledWeight, Stored, decode_scales, dense
 from sparkchat.models.linear import Linear, PlainLinear, make_linear
 
 MOST_ROWS = 512
-"""Rows that a kernel multiplies; of more, as in a long prompt, a weight is unpacked once for all of them."""
+"""Rows that kernels of a captured step take; a long prompt has more."""
 FEW_ROWS = 64
 """Rows of one tile: of more, a plain weight is read again for each tile, or multiplied by the library."""
 
@@ -45,17 +44,19 @@ class StoredLinear:
 
 
 class TiledLinear:
-    """Codes of 8 bits multiplied as they are, by ``sparkchat.kernels.fp8``."""
+    """Codes of 8 bits multiplied as they are, or of many rows by the library once they are expanded: by
+    ``sparkchat.kernels.fp8``."""
 
     kernel = "fp8-tiles"
 
     def __init__(self, weight: TiledFp8, dtype: torch.dtype, out_dtype: torch.dtype | None = None) -> None:
         """``dtype`` of inputs, and of outputs where ``out_dtype`` is None."""
         self.weight, self.dtype, self._out_dtype = weight, dtype, out_dtype or dtype
+        if weight.tiles.is_cuda:
+            # When weights are loaded, so that what memory is left for caches is known without it.
+            make_room(weight.tiles.device)
 
     def __call__(self, x: Tensor, is_long: bool = False) -> Tensor:
-        if x.shape[0] > MOST_ROWS:
-            return F.linear(x, self.weight.dense().to(self.dtype)).to(self._out_dtype)
         out = torch.empty((x.shape[0], self.weight.shape[0]), dtype=self._out_dtype, device=x.device)
         fp8_linear(x if x.stride(-1) == 1 else x.contiguous(), self.weight, out)
         return out
@@ -63,7 +64,7 @@ class TiledLinear:
 
 def multiply_into(linear: Linear, x: Tensor, out: Tensor) -> None:
     """out [N, outs] = the product of x [N, in], written where ``out`` lies."""
-    if isinstance(linear, TiledLinear) and x.shape[0] <= MOST_ROWS:
+    if isinstance(linear, TiledLinear):
         fp8_linear(x, linear.weight, out)
     elif isinstance(linear, PlainLinear) and linear.bias is None and linear.weight.dtype == out.dtype:
         if has_kernels(x.device, x.dtype) and x.shape[0] <= FEW_ROWS:

@@ -1,7 +1,8 @@
 """What an attention sub-block projects of its rows by kernels, in as few launches as the weights' formats allow.
 
 Two launches of a layer: everything that reads the layer's input (low ranks of queries, latents, what the compressors
-pool), then everything that reads the low ranks (queries, and those of the indexer).
+pool), then everything that reads the low ranks (queries, and those of the indexer). Of many rows there are two for each
+weight, one that expands it and the library's (kernels/fp8).
 
 Shapes: N rows, d hidden size, r low rank, c latent size, H heads, P parts of a sum.
 """
@@ -20,7 +21,7 @@ from sparkchat.models.deepseek_v4.indexer import Indexer
 from sparkchat.models.deepseek_v4.packed import MOST_ROWS, TiledLinear
 from sparkchat.models.deepseek_v4.pooling import Pooled, PoolProducts
 from sparkchat.models.deepseek_v4.scope import RoundedLinear
-from sparkchat.models.deepseek_v4.tile_products import TileProducts
+from sparkchat.models.deepseek_v4.tile_products import TileProducts, parts_of
 from sparkchat.models.linear import Linear
 
 
@@ -86,8 +87,7 @@ class ContextLatents:
 
     def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
         """x [N, d], any N -> of each stage parts [P, N, c] float32, to be added in order."""
-        parts = torch.empty((self._weight.splits(), x.shape[0], self._weight.shape[0]), device=x.device)
-        fp8_linear(x, self._weight, parts, is_rounded=self._is_rounded)
+        parts = parts_of(x, self._weight, self._is_rounded)
         return parts.chunk(self._stages, dim=-1)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sparkchat.kernels.fp8 import TiledFp8, fp8_linear
-from sparkchat.kernels.fp8.plan import num_programs
+from sparkchat.kernels.fp8.plan import is_expanded, num_programs
 from sparkchat.models.deepseek_v4.formats import Stored
 from sparkchat.models.deepseek_v4.packed import MOST_ROWS, TiledLinear, fp8_parts, has_kernels, lies_in_tiles
 from sparkchat.models.deepseek_v4.scope import RoundedLinear, Scope
@@ -54,17 +54,17 @@ class TileProducts:
     @property
     def latents(self) -> TiledFp8:
         """[c, d]: that part of ``joint``"""
-        return _outs(self.joint, self.low_rank, self.joint.shape[0])
+        return self.joint.outs(self.low_rank, self.joint.shape[0])
 
     def linears(self) -> tuple[Linear, Linear, list[Linear]]:
         """To low ranks, to latents, and of each output group, by themselves: for long prompts."""
         size = self.inner.shape[0] // self.groups
         low, latent = (
-            TiledLinear(_outs(self.joint, *cut), self.dtype)
+            TiledLinear(self.joint.outs(*cut), self.dtype)
             for cut in ((0, self.low_rank), (self.low_rank, self.joint.shape[0]))
         )
         groups: list[Linear] = [
-            TiledLinear(_outs(self.inner, g * size, (g + 1) * size), self.dtype) for g in range(self.groups)
+            TiledLinear(self.inner.outs(g * size, (g + 1) * size), self.dtype) for g in range(self.groups)
         ]
         if self.is_rounded:
             return RoundedLinear(low), RoundedLinear(latent), groups
@@ -72,8 +72,7 @@ class TileProducts:
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [N, d] -> low ranks [P, N, r] and latents [P, N, c], float32 parts to be added in order."""
-        parts = torch.empty((self.joint.splits(), x.shape[0], self.joint.shape[0]), device=x.device)
-        fp8_linear(x, self.joint, parts, is_rounded=self.is_rounded)
+        parts = parts_of(x, self.joint, self.is_rounded)
         return parts[..., : self.low_rank], parts[..., self.low_rank :]
 
     def to_groups(self, heads: Tensor) -> Tensor:
@@ -88,8 +87,13 @@ def in_parts(linear: Linear, x: Tensor) -> Tensor:
     is_rounded, inner = _taken_apart(linear)
     if inner is None:
         return linear(x)
-    parts = torch.empty((inner.weight.splits(), x.shape[0], inner.weight.shape[0]), device=x.device)
-    fp8_linear(x, inner.weight, parts, is_rounded=is_rounded)
+    return parts_of(x, inner.weight, is_rounded)
+
+
+def parts_of(x: Tensor, weight: TiledFp8, is_rounded: bool) -> Tensor:
+    """x [N, in] -> float32 parts [P, N, out] to be added in order."""
+    parts = torch.empty((weight.splits(x.shape[0], is_rounded), x.shape[0], weight.shape[0]), device=x.device)
+    fp8_linear(x, weight, parts, is_rounded=is_rounded)
     return parts
 
 
@@ -100,7 +104,9 @@ def into_room(linear: Linear, x: Tensor, group: Group) -> Tensor:
     if inner is None or x.shape[0] > MOST_ROWS:
         return linear(x)
     room = group.room((x.shape[0], inner.weight.shape[0]), inner.dtype, x.device)
-    meeting = group.meeting(room, num_programs(*inner.weight.shape, x.shape[0], is_rounded))
+    meeting = None
+    if not is_expanded(*inner.weight.shape, x.shape[0], is_rounded):
+        meeting = group.meeting(room, num_programs(*inner.weight.shape, x.shape[0], is_rounded))
     fp8_linear(x, inner.weight, room, is_rounded=is_rounded, meeting=meeting)
     return room
 
@@ -109,9 +115,3 @@ def _taken_apart(linear: Linear) -> tuple[bool, TiledLinear | None]:
     """Whether inputs are rounded, and what multiplies them where its weight lies in tiles."""
     inner = linear.inner if isinstance(linear, RoundedLinear) else linear
     return inner is not linear, inner if isinstance(inner, TiledLinear) else None
-
-
-def _outs(weight: TiledFp8, first: int, last: int) -> TiledFp8:
-    """Some outputs of a weight, in the same memory."""
-    cut = slice(first // _TILE_OUTS, last // _TILE_OUTS)
-    return TiledFp8(weight.tiles[cut], weight.scales[cut])

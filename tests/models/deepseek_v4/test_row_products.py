@@ -64,7 +64,7 @@ def test_what_reads_the_input_and_the_low_ranks(monkeypatch: Any) -> None:
         want_queries = [linear(low) for linear in queries]
         ranks, latents, pooled = made.of_input(x)
         assert pooled is not None and pooled.index is not None and pooled.weights is not None
-        both = torch.empty(tiles.joint.splits(), 3, RANK + LATENT)
+        both = torch.empty(tiles.joint.splits(3), 3, RANK + LATENT)
         both[..., :RANK], both[..., RANK:] = tiles.project(x)
         close(torch.cat([ranks, latents], dim=-1), both)
         found = [each.sum(dim=0) for each in (*pooled.main, *pooled.index)]
