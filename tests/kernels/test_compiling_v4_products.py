@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 KERNELS = {
-    "_add_parts", "_down", "_expand_weight", "_fp8_linear", "_gate_up", "_joint_product", "_list_choices", "_mix_experts",
-    "_publish", "_publish_sum", "_route",
+    "_add_parts", "_down", "_expand_weight", "_fp8_linear", "_gate_up", "_joint_product", "_list_choices",
+    "_mix_experts", "_publish", "_publish_sum", "_route",
 }  # fmt: skip
 AHEAD = Path(__file__).parent / "ahead_v4_products.py"
 

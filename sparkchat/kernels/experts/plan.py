@@ -73,18 +73,19 @@ GATE_UP = (
     (1, ExpertPlan(2, 1, 2, 6, 4)),
     (16, ExpertPlan(2, 1, 2, 3)),
     (MOST_IN_FEW, ExpertPlan(2, 2, 4, 3)),
-    (None, ExpertPlan(2, 4, 8, 3, registers=80)),
+    (None, ExpertPlan(2, 8, 8, 3, registers=128)),
 )
 DOWN = (
     (1, ExpertPlan(1, 2, 2, 6, 4)),
     (16, ExpertPlan(1, 4, 4, 3)),
     (MOST_IN_FEW, ExpertPlan(1, 4, 2, 3)),
-    (None, ExpertPlan(1, 8, 8, 3, registers=80)),
+    (None, ExpertPlan(1, 8, 4, 3, registers=128)),
 )
 """Up to how many rows which plan, one ``split`` each. One row is few programs, which must ask for more at a time: what
 the shared expert's take for each turn of their loop is then the time of the launch (benchmarks/results/
-2026-11-30-v4-experts.md). Tiles of MANY_ROWS have twice the activations: more pairs read them once, and with 80
-registers 24 warps fit on a multiprocessor (2026-11-30-v4-machine-code.md)."""
+2026-11-30-v4-experts.md). Tiles of MANY_ROWS have twice the activations, which more pairs read once. At 384 rows the
+last two took 426 and 193.5 us; (2, 4, 8, 3) and (1, 8, 8, 3) with 80 registers, so that 24 warps fit on a multiprocessor,
+460 and 224 (2026-11-30-v4-machine-code.md)."""
 
 
 def whole_plan(rows: int) -> WholePlan | None:
@@ -152,11 +153,11 @@ CUTS_OF_SHORT = (
 """Split, pairs, warps, stages that are timed for weights of many and of few inputs."""
 MANY_OF_LONG = (
     (2, 2, 4, 3, 0), (2, 2, 4, 3, 96), (2, 2, 4, 3, 80), (2, 4, 8, 3, 128), (2, 4, 8, 4, 80), (2, 4, 8, 4, 128),
-    (2, 1, 2, 3, 80), (2, 4, 4, 3, 128), (2, 4, 4, 4, 128), (2, 8, 8, 3, 128), (2, 8, 8, 2, 80),
+    (2, 1, 2, 3, 80), (2, 4, 4, 3, 128), (2, 4, 4, 4, 128), (2, 4, 8, 3, 80), (2, 8, 8, 2, 80),
 )  # fmt: skip
 MANY_OF_SHORT = (
     (1, 4, 2, 3, 0), (1, 4, 4, 3, 0), (1, 4, 4, 3, 80), (1, 8, 8, 3, 128), (1, 8, 8, 4, 80), (1, 4, 4, 4, 80),
-    (1, 8, 4, 3, 128), (1, 8, 4, 4, 128), (1, 16, 8, 3, 128), (1, 16, 16, 3, 80),
+    (1, 8, 8, 3, 80), (1, 8, 4, 4, 128), (1, 16, 8, 3, 128), (1, 16, 16, 3, 80),
 )  # fmt: skip
 """The same, and registers, for tiles of MANY_ROWS."""
 

@@ -37,8 +37,8 @@ def linear_expanded(
     expansion: tuple[int, int] = EXPANSION,
     most: int = MOST_EXPANDED,
 ) -> None:
-    """See ``fp8_linear``; out [N, out] or [1, N, out]. ``expansion``, and ``most`` bytes that are expanded at once, stand
-    in for the usual ones, for measuring."""
+    """See ``fp8_linear``; out [N, out] or [1, N, out]. ``expansion``, and ``most`` bytes that are expanded at once,
+    stand in for the usual ones, for measuring."""
     (outs, size), to = weight.shape, out[0] if out.dim() == 3 else out
     room, width = expansion_room(x.device).view(x.dtype), outs // groups
     for first, last in expanded_pieces(outs, size, groups, x.dtype.itemsize, most):

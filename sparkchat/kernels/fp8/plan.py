@@ -23,11 +23,11 @@ of codes come from the L2 cache, 32 outputs at a time (benchmarks/results/2026-1
 EXPANDED_ROWS = 128
 """From so many rows on a weight is expanded to plain numbers, and the library multiplies.
 
-Measured on an H200 against cuBLAS with the same weight in bfloat16, microseconds at 24, 96 and 384 rows: wq_b 12.2, 26.8,
-92 against 10.5, 11.3, 20.7; wo_b 11.7, 26.7, 95 against 12.7, 14.4, 21.4; main_proj 20.6, 52.7, 192 against 28.2, 33.0,
-61. Expanding reads a byte and writes two for each code: at 4.6 TB/s 11 us for the 16.8 million of wq_b or wo_b and 33 us
-for main_proj, so that the two are even at about 128 rows. That is expected, not measured: ``benchmarks/kernels.py --only
-v4-fp8`` times it as "expanded"."""
+Measured on an H200 against cuBLAS with the same weight in bfloat16, microseconds at 24, 96 and 384 rows: wq_b 12.2,
+26.8, 92 against 10.5, 11.3, 20.7; wo_b 11.7, 26.7, 95 against 12.7, 14.4, 21.4; main_proj 20.6, 52.7, 192 against
+28.2, 33.0, 61. Expanding reads a byte and writes two for each code: at 4.6 TB/s 11 us for the 16.8 million of wq_b or
+wo_b and 33 us for main_proj, so that the two are even at about 128 rows. That is expected, not measured:
+``benchmarks/kernels.py --only v4-fp8`` times it as "expanded"."""
 MOST_EXPANDED = 128 << 20
 """Bytes of the room that weights are expanded in; of a larger one, a drafter's head, some outputs at a time."""
 EXPANSION, TRIED_EXPANSIONS = (2, 4), ((1, 2), (1, 4), (2, 4), (2, 8), (4, 8))
