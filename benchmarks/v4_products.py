@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,10 +23,19 @@ from sparkchat.kernels.experts.plan import WHOLE_TRIED, ExpertPlan, down_plan, g
 from sparkchat.kernels.experts.plan import tried as tried_for_experts
 from sparkchat.kernels.experts.whole import launch_mix_experts
 from sparkchat.kernels.fp8 import TiledFp8
+from sparkchat.kernels.fp8.expand_kernel import launch_expand
+from sparkchat.kernels.fp8.expanded import linear_expanded, multiply_plain
 from sparkchat.kernels.fp8.joint import JointPlan, JointProduct
 from sparkchat.kernels.fp8.joint_kernel import launch_joint
 from sparkchat.kernels.fp8.kernel import launch_fp8_linear
-from sparkchat.kernels.fp8.plan import Fp8Plan, tried
+from sparkchat.kernels.fp8.plan import (
+    EXPANSION,
+    MOST_EXPANDED,
+    TRIED_EXPANSIONS,
+    Fp8Plan,
+    plan_of,
+    tried,
+)
 from sparkchat.kernels.gate import Routing
 from sparkchat.kernels.gate.kernel import launch_route
 from sparkchat.kernels.gate.plan import PLAN, GatePlan
@@ -51,8 +61,14 @@ LINEARS = (
 )
 """Outputs, inputs, whether the inputs may be summed in parts. wo_a: all groups of heads in one launch."""
 ROWS = (1, 6, 16, 64)
-MANY = (24, 96, 384)
+MANY = (24, 96, 192, 384)
 """Rows that products with 8 bits are timed for besides"""
+EXPANDED = (96, 192, 384)
+"""Of these: where the weight is also expanded, and multiplied by the library"""
+GROUPS = {"wo_a": 4}
+"""Of heads, that read inputs of their own."""
+IN_CACHE = 24 << 20
+"""Bytes of a piece of an expanded weight that half of the L2 cache holds."""
 FP4_SCALE = 120
 """e8m0: 2^-7, as made-up weights have it."""
 
@@ -71,9 +87,9 @@ def linear_cases(make: Maker) -> Iterator[Case]:
         plain = [make.half(out, size) for _ in range(make.sets(2 * out * size))] if make.is_real else []
         for rows in (*ROWS, *MANY):
             plans = tried(out, size, rows, has_parts)
-            # One row runs the program of six; sixteen rows are timed with the plan in use alone.
-            some = plans if rows in (6, *MANY) else plans[:1]
-            yield linear_case(make, f"{name} {rows} rows", weights, plain, rows, some, has_parts)
+            # One row runs the program of six; some are timed with the plan in use alone.
+            some = plans if rows in (6, 24, 96, 384) else plans[:1]
+            yield linear_case(make, f"{name} {rows} rows", weights, plain, rows, some, has_parts, GROUPS.get(name, 1))
 
 
 JOINT = (("input of a sparse layer", 2624, 2560), ("input of a dense layer", 1024, None))
@@ -86,7 +102,7 @@ def joint_cases(make: Maker) -> Iterator[Case]:
         products = [
             JointProduct(tiles_of(make, 1536, D), make.half(plain, D), whole_from) for _ in range(make.sets(size))
         ]
-        for rows in ROWS:
+        for rows in (*ROWS, *EXPANDED):
             yield joint_case(make, f"{name} {rows} rows", products, rows, size)
 
 
@@ -115,13 +131,51 @@ def joint_case(make: Maker, name: str, products: list[JointProduct], rows: int, 
         for p in dict.fromkeys(plans)
     }
 
+    def by_library(i: int) -> None:
+        product, one = products[i], torch.empty((rows, 1536), device=x.device)
+        expanded(make, x, product.codes, one)
+        if make.is_real:
+            multiply_plain(x, product.plain, torch.empty((rows, plain), device=x.device))
+
+    if rows in EXPANDED:
+        variants["expanded"] = by_library
+
     def apart(i: int) -> None:
         codes, weight = products[i].codes, products[i].plain
-        launch_fp8_linear(x, codes, torch.empty((codes.splits(), rows, 1536), device=x.device), 1, False)
+        parts = plan_of(*codes.shape).splits
+        launch_fp8_linear(x, codes, torch.empty((parts, rows, 1536), device=x.device), 1, False)
         to = torch.empty((gemm_splits(weight), rows, plain), device=x.device)
         launch_small_gemm(x, weight, to, None, None, "partials")
 
     return Case(name, size, len(products), variants, apart)
+
+
+def expanded(
+    make: Maker,
+    x: Tensor,
+    weight: TiledFp8,
+    out: Tensor,
+    groups: int = 1,
+    expansion: tuple[int, int] = EXPANSION,
+    most: int = MOST_EXPANDED,
+) -> None:
+    """The product by the library; where kernels are only compiled, what comes before it."""
+    if make.is_real:
+        linear_expanded(x, weight, out, groups, expansion=expansion, most=most)
+    else:
+        launch_expand(weight, torch.empty(weight.shape, dtype=x.dtype, device=make.device), expansion)
+
+
+def expanded_variants(make: Maker, x: Tensor, weights: list[TiledFp8], out: Tensor, groups: int) -> dict[str, Run]:
+    """As it is done; at 384 rows also other programs, and pieces that stay in the L2 cache, where a piece is larger."""
+    ways: dict[str, dict[str, Any]] = {"expanded": {}}
+    if x.shape[0] == EXPANDED[-1]:
+        others = [cut for cut in TRIED_EXPANSIONS if cut != EXPANSION]
+        ways |= {f"expanded by {steps} steps, warps {warps}": {"expansion": (steps, warps)} for steps, warps in others}
+        outs, size = weights[0].shape
+        if 2 * outs * size > IN_CACHE:
+            ways["expanded in pieces"] = {"most": IN_CACHE}
+    return {name: lambda i, way=way: expanded(make, x, weights[i], out, groups, **way) for name, way in ways.items()}
 
 
 def linear_case(
@@ -132,21 +186,26 @@ def linear_case(
     rows: int,
     plans: list[Fp8Plan],
     has_parts: bool,
+    groups: int,
 ) -> Case:
     out, size = weights[0].shape
-    x = make.half(rows, size, scale=1.0)
+    x = make.half(rows, groups * size, scale=1.0)
 
     def runner(plan: Fp8Plan) -> Run:
         shape = (plan.splits, rows, out) if has_parts else (rows, out)
         to = torch.empty(shape, dtype=torch.float32 if has_parts else HALF, device=make.device)
-        return lambda i: launch_fp8_linear(x, weights[i], to, 1, False, plan)
+        return lambda i: launch_fp8_linear(x, weights[i], to, groups, False, plan)
 
     variants = {
         f"warps {p.warps} split {p.splits} stages {p.stages} pairs {p.pairs} rows {p.row_tile(rows)}": runner(p)
         for p in plans
     }
+    if rows in EXPANDED:
+        to = torch.empty((rows, out), dtype=torch.float32 if has_parts else HALF, device=make.device)
+        variants |= expanded_variants(make, x, weights, to, groups)
     # cuBLAS with the same weight in bfloat16, which is what unpacking once would run: twice the bytes.
-    peer = (lambda i: _drop(F.linear(x, plain[i % len(plain)]))) if plain else None
+    some = x[:, :size].contiguous()
+    peer = (lambda i: _drop(F.linear(some, plain[i % len(plain)]))) if plain else None
     return Case(name, out * size, len(weights), variants, peer)
 
 

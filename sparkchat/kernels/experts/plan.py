@@ -84,8 +84,8 @@ DOWN = (
 """Up to how many rows which plan, one ``split`` each. One row is few programs, which must ask for more at a time: what
 the shared expert's take for each turn of their loop is then the time of the launch (benchmarks/results/
 2026-11-30-v4-experts.md). Tiles of MANY_ROWS have twice the activations, which more pairs read once. At 384 rows the
-last two took 426 and 193.5 us; (2, 4, 8, 3) and (1, 8, 8, 3) with 80 registers, so that 24 warps fit on a multiprocessor,
-460 and 224 (2026-11-30-v4-machine-code.md)."""
+last two took 426 and 193.5 us; (2, 4, 8, 3) and (1, 8, 8, 3) with 80 registers, so that 24 warps fit on a
+multiprocessor, 460 and 224 (2026-11-30-v4-machine-code.md)."""
 
 
 def whole_plan(rows: int) -> WholePlan | None:
