@@ -19,6 +19,8 @@ pytestmark = [
 CUDA = torch.device("cuda")
 HALF = torch.bfloat16
 D, WIDTH, EXPERTS, PER_ROW, LIMIT = 4096, 1024, 256, 6, 10.0
+BELOW = 127
+"""The most rows that are multiplied by codes: sparkchat.kernels.fp8.plan.EXPANDED_ROWS are not"""
 
 
 @pytest.fixture(autouse=True)
@@ -38,9 +40,10 @@ def normal(*shape: int) -> Tensor:
 
 
 def fp8_of(out: int, size: int):  # type: ignore[no-untyped-def]
+    """By powers of two, as weights are published."""
     from sparkchat.kernels.fp8 import TiledFp8
 
-    scales = torch.rand(-(-out // 128), size // 128, device=CUDA) * size**-0.5 + 1e-3
+    scales = torch.exp2(torch.randint(-9, -5, (-(-out // 128), size // 128), device=CUDA).float())
     return TiledFp8.of(normal(out, size).to(torch.float8_e4m3fn), scales)
 
 
@@ -61,17 +64,20 @@ def test_projections(out: int, size: int, has_parts: bool, is_rounded: bool) -> 
     weight = fp8_of(out, size)
 
     def product(x: Tensor) -> Tensor:
-        parts = (weight.splits(),) if has_parts else ()
+        parts = (weight.splits(x.shape[0], is_rounded),) if has_parts else ()
         to = torch.full((*parts, x.shape[0], out), float("nan"), device=CUDA)
         fp8_linear(x, weight, to, is_rounded=is_rounded)
         return to
 
-    x = normal(384, size)
-    together, want = product(x), torch.empty(384, out, device=CUDA)
+    x, want = normal(384, size), torch.empty(384, out, device=CUDA)
     fp8_linear_reference(x, weight, want, 1, is_rounded)
-    assert error(together.sum(0) if has_parts else together, want) < 1e-4
+    # Of most of these rows the library multiplies by the expanded weight, unless inputs are rounded.
+    for count in (BELOW, BELOW + 1, 384):
+        some = product(x[:count].clone())
+        assert error(some.sum(0) if has_parts else some, want[:count]) < 1e-4, count
+    together = product(x if is_rounded else x[:BELOW].clone())
     # A row's bits do not depend on the rows beside it, whatever tile it lies in.
-    for count in (1, 6, 8, 9, 16, 17, 64, 96, 200):
+    for count in (1, 6, 8, 9, 16, 17, 64, 96, *([200] if is_rounded else [])):
         assert torch.equal(product(x[:count].clone()), together[..., :count, :]), count
 
 
@@ -82,13 +88,20 @@ def test_one_launch_for_what_reads_the_input(plain: int, whole_from: int | None)
 
     product = JointProduct(fp8_of(1536, D), normal(plain, D) * D**-0.5, whole_from)
     x = normal(384, D)
-    together = product(x)
+    together = product(x[:BELOW].clone())
     want = [torch.empty_like(each) for each in together]
-    joint_reference(x, product, *want, False)
+    joint_reference(x[:BELOW], product, *want, False)
     assert error(together[0], want[0]) < 1e-4 and not product.arrived.any()
     assert error(together[1][..., : product.whole_from], want[1][..., : product.whole_from]) < 1e-4
     assert whole_from is None or error(together[2], want[2]) < 1e-4
-    for count in (1, 6, 8, 9, 16, 17, 64, 200):
+    for count in (BELOW + 1, 384):
+        with overlap():
+            codes, parts, whole = product(x[:count].clone())
+        plain = x[:count].float() @ product.plain.float().T
+        assert error(codes[0], x[:count].float() @ product.codes.dense().T) < 1e-4 and len(codes) == len(parts) == 1
+        assert error(parts[0], plain) < 1e-4
+        assert whole_from is None or error(whole, plain[:, whole_from:]) < 1e-4
+    for count in (1, 6, 8, 9, 16, 17, 64, 96):
         with overlap():
             alone = product(x[:count].clone())
         for some, all_of_them in zip(alone[::2], together[::2], strict=True):
@@ -130,14 +143,100 @@ def test_projections_by_groups() -> None:
     from sparkchat.kernels.fp8 import fp8_linear
     from sparkchat.kernels.fp8.reference import fp8_linear_reference
 
-    weight, x = fp8_of(D, D), normal(384, 4 * D)
-    got, want = torch.full((384, D), float("nan"), device=CUDA), torch.empty(384, D, device=CUDA)
-    fp8_linear(x, weight, got, groups=4)
+    weight, x, want = fp8_of(D, D), normal(384, 4 * D), torch.empty(384, D, device=CUDA)
     fp8_linear_reference(x, weight, want, 4, False)
-    assert error(got, want) < 1e-4
-    few = torch.full((6, D), float("nan"), device=CUDA)
+    for count in (384, BELOW + 1, BELOW):
+        for dtype, most in ((torch.float32, 1e-4), (HALF, 4e-3)):
+            got = torch.full((count, D), float("nan"), dtype=dtype, device=CUDA)
+            fp8_linear(x[:count].clone(), weight, got, groups=4)
+            assert error(got, want[:count]) < most, (count, dtype)
+    few = torch.full((6, D), float("nan"), dtype=HALF, device=CUDA)
     fp8_linear(x[:6].clone(), weight, few, groups=4)
     assert torch.equal(few, got[:6])
+    # Rows and outputs that lie in a larger piece of memory.
+    wide, room = normal(384, 5 * D), torch.full((384, 2 * D), float("nan"), dtype=HALF, device=CUDA)
+    wide[:, : 4 * D] = x
+    fp8_linear(wide[:, : 4 * D], weight, room[:, D:], groups=4)
+    assert error(room[:, D:], want) < 4e-3 and room[:, :D].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [HALF, torch.float32])
+def test_a_weight_is_expanded_to_the_bit(dtype: torch.dtype) -> None:
+    from sparkchat.kernels.fp8 import TiledFp8
+    from sparkchat.kernels.fp8.expand_kernel import launch_expand
+    from sparkchat.kernels.fp8.plan import TRIED_EXPANSIONS
+
+    raw = torch.arange(256, dtype=torch.uint8, device=CUDA)
+    raw = raw[(raw & 0x7F) != 0x7F]
+    for out, size in ((1536, D), (24576, 1024), (D, 3 * D)):
+        codes = raw[torch.randint(0, len(raw), (out, size), device=CUDA)].view(torch.float8_e4m3fn)
+        # Down to codes that are too small by 2^120 in registers, and up to what a published scale never is.
+        scales = torch.exp2(torch.randint(-100, 20, (out // 128, size // 128), device=CUDA).float())
+        weight = TiledFp8.of(codes, scales)
+        for expansion in TRIED_EXPANSIONS:
+            plain = torch.full((out, size), float("nan"), dtype=dtype, device=CUDA)
+            launch_expand(weight, plain, expansion)
+            assert torch.equal(plain.float(), weight.dense()), (out, size, expansion)
+
+
+def test_a_head_is_expanded_in_pieces() -> None:
+    """One that does not go into the room at once, by any scales: its numbers are rounded once."""
+    from sparkchat.kernels.fp8 import fp8_linear
+    from sparkchat.kernels.fp8.plan import expanded_pieces
+    from sparkchat.models.deepseek_v4.vocabulary import rounded_head
+
+    head, x = normal(64640, D) * 0.02, normal(384, D)
+    rounded = rounded_head(head)
+    assert rounded is not None and len(expanded_pieces(64640, D, 1, 2)) == 4
+    plain = rounded.dense().to(HALF).float()
+    for dtype, most in ((torch.float32, 1e-4), (HALF, 4e-3)):
+        out = torch.full((384, 64640), float("nan"), dtype=dtype, device=CUDA)
+        fp8_linear(x, rounded, out)
+        assert error(out, x.float() @ plain.T) < most
+    assert error(out, x.float() @ rounded.dense().T) < 6e-3
+
+
+@pytest.mark.parametrize("rows", [128, 384])
+def test_a_captured_graph_fills_the_room_again(rows: int) -> None:
+    """Two weights in one graph, and other weights in the room between its replays."""
+    from sparkchat.kernels.fp8 import fp8_linear
+    from sparkchat.kernels.fp8.joint import JointProduct
+    from sparkchat.kernels.launch import overlap
+
+    first, second, other = fp8_of(16384, 1024), fp8_of(D, D), fp8_of(D, 3 * D)
+    joint = JointProduct(fp8_of(1536, D), normal(1024, D) * D**-0.5)
+    low, x, long = normal(rows, 1024), normal(rows, D), normal(rows, 3 * D)
+    queries, output = torch.empty(rows, 16384, dtype=HALF, device=CUDA), torch.empty(1, rows, D, device=CUDA)
+
+    def step() -> list[Tensor]:
+        made = list(joint(x))
+        fp8_linear(low, first, queries)
+        fp8_linear(x, second, output)
+        return made
+
+    def between() -> None:
+        fp8_linear(long, other, torch.empty(1, rows, D, device=CUDA))
+
+    with overlap():
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with overlap(), torch.cuda.graph(graph):
+        for _ in range(3):
+            made = step()
+    for _ in range(2):
+        between()
+        for each in (low, x):
+            each.copy_(normal(*each.shape))
+        for each in (queries, output, *made):
+            each.fill_(float("nan"))
+        graph.replay()
+        between()
+        torch.cuda.synchronize()
+        assert error(queries, low.float() @ first.dense().T) < 4e-3
+        assert error(output[0], x.float() @ second.dense().T) < 1e-4
+        assert error(made[0][0], x.float() @ joint.codes.dense().T) < 1e-4
+        assert error(made[1][0], x.float() @ joint.plain.float().T) < 1e-4
 
 
 @pytest.mark.parametrize("rows", [1, 6, 33, 384])

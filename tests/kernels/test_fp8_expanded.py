@@ -49,12 +49,14 @@ def test_products_by_pieces(has_parts: bool, groups: int, most: int, is_wide: bo
     """``most``: outputs that are expanded at once."""
     weight = powers_of_two(160 if groups == 1 else 128, 256, device)
     outs, type_ = weight.shape[0], torch.float32 if is_wide else half(device)
-    x = torch.randn(9, 256 * groups, device=device, dtype=type_)
-    out = torch.full((*([1] * has_parts), 9, outs), NAN, device=device)
-    want = torch.empty_like(out)
+    x = torch.randn(9, 256 * groups + 8, device=device, dtype=type_)[:, 8:]
+    # Rows that lie in a larger piece of memory, and outputs that do.
+    room = torch.full((*([1] * has_parts), 9, outs + 4), NAN, device=device)
+    out, want = room[..., 4:], torch.empty((*room.shape[:-1], outs), device=device)
     linear_expanded(x, weight, out, groups, most=most * 256 * x.dtype.itemsize)
     fp8_linear_reference(x, weight, want, groups, False)
     torch.testing.assert_close(out, want, atol=1e-3 * float(want.abs().max()), rtol=1e-3)
+    assert room[..., :4].isnan().all()
 
 
 def test_the_same_room_is_filled_again(device: torch.device) -> None:
