@@ -24,7 +24,8 @@ BASE_BYTES = {"cpu": 500_000_000, "cuda": 1_300_000_000}
 GRAPH_BYTES = 5_000_000
 """A captured graph, with its part of the shared pool. An estimate."""
 V4_WORKING_BYTES = 4 << 30
-"""Activations, kernels, communication buffers and the CUDA context of DeepSeek V4 (load_plan.py). An estimate."""
+"""Activations, kernels, communication buffers, the room of expanded weights (0.13 GB) and the CUDA context of DeepSeek
+V4 (load_plan.py). An estimate."""
 SMALLEST_CONTEXT = 512
 """What is left below this is no chat."""
 _MOST_BLOCK = 256

@@ -81,8 +81,9 @@ side (models/weights.py). "half" is bf16 or fp16; fp32 works everywhere and is e
     fp8_linear(x, weight, out, *, groups=1, is_rounded=False)
         weight TiledFp8.of(codes [n, k] float8_e4m3fn, scales [ceil(n/128), k/128] fp32), n a multiple of 32, k of 128
         (``takes``). x [N, groups*k] half, any N (tiles of 8, 16 or 32 rows); output group g reads input group g.
-        out [N, n] half or fp32, or partial sums [weight.splits(), N, n] fp32. is_rounded: x is rounded to e4m3 first.
+        out [N, n] half or fp32, or partial sums [weight.splits(N), N, n] fp32. is_rounded: x is rounded to e4m3 first.
         meeting: out lies where other ranks read it, and the launch ends when all ranks have written theirs.
+        From 128 rows on the weight is expanded (fp8/expanded.py) and the library multiplies: bits may depend on N then.
 
     from sparkchat.kernels.fp8.joint import JointProduct
     parts, plain_parts, whole = JointProduct(TiledFp8, weight [n, k] half, whole_from)(x)

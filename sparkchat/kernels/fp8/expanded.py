@@ -20,6 +20,8 @@ _rooms: dict[torch.device, Tensor] = {}
 
 def expansion_room(device: torch.device) -> Tensor:
     """[MOST_EXPANDED] uint8, always the same of a device; called before anything is captured."""
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
     room = _rooms.get(device)
     if room is None:
         # Whoever comes first may be in inference mode; what is made there must not be written outside.

@@ -24,7 +24,8 @@ from sparkchat.models.deepseek_v4.weights import (
 
 RANK_COUNTS = (1, 2, 4, 8)
 WORKING_BYTES = 4 << 30
-"""Beside weights and caches: activations, kernels, communication buffers, the CUDA context. An estimate."""
+"""Beside weights and caches: activations, kernels, communication buffers, the room that weights are expanded in
+(kernels/fp8/plan.py: 0.13 GB), the CUDA context. An estimate."""
 
 
 @dataclass(frozen=True)
