@@ -136,7 +136,8 @@ def step_event(
             tokens=num_committed,
             remaining=state.remaining,
             clock=clock,
-            predicted_ms=chosen.predicted_ms,
+            # With a cap it is what the plan would take, and all is verified.
+            predicted_ms=chosen.predicted_ms if chosen.cap is None else None,
         )
         if pair.simulated is not None:
             most = chosen.verify_len if chosen.cap is None else min(chosen.verify_len, chosen.cap)

@@ -73,7 +73,7 @@ def test_rounds_over_captured_steps(run: EngineRun) -> None:
         assert (tally.rounds, tally.together) == (3, 6)
         assert tally.sums.steps >= 3 * 3
         assert tally.sums.answer_steps == 6 * tally.sums.steps
-        assert (tally.step_time_error is not None) == (name in ("compact", "cap-accept"))
+        assert (tally.step_time_error is not None) == (name == "compact")
     assert whole["off"].sums.expected_tokens == whole["off"].sums.tokens == 6 * 3 * 58
     exact = SimulatedAcceptance("chat", BUILT_IN["chat"]).acceptance_length
     lengths = {name: tally.to_json(1)["acceptance_length"] for name, tally in whole.items()}

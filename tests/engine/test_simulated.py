@@ -126,7 +126,7 @@ def test_whole_steps_are_told_with_what_their_chances_promise(simulated: Runner,
             for name, field in (("verified", "verify_len"), ("accepted", "correct_drafts")):
                 assert sum(whole[name] for whole in wholes) == sum(step[field] for step in steps)
             assert sum(whole["tokens"] for whole in wholes) == 8 * 59
-            assert (wholes[0]["predicted_step_ms"] is None) == (mode in ("off", "static"))
+            assert (wholes[0]["predicted_step_ms"] is None) == (mode != "compact")
             kept = [whole for whole in wholes if not whole["limited"]]
             assert kept and (len(kept) < len(wholes)) == (mode != "off")
             accepted = sum(whole["accepted"] for whole in kept)
