@@ -83,11 +83,13 @@ class TileProducts:
 
 
 def in_parts(linear: Linear, x: Tensor) -> Tensor:
-    """x [N, in] -> [N, out], or where the weight lies in tiles float32 parts [P, N, out] to be added in order."""
+    """x [N, in] -> [N, out], or where the weight lies in tiles float32 parts [P, N, out] to be added in order; of many
+    rows they are one, [N, out] float32, which nobody need add up."""
     is_rounded, inner = _taken_apart(linear)
     if inner is None:
         return linear(x)
-    return parts_of(x, inner.weight, is_rounded)
+    parts = parts_of(x, inner.weight, is_rounded)
+    return parts[0] if is_expanded(*inner.weight.shape, x.shape[0], is_rounded) else parts
 
 
 def parts_of(x: Tensor, weight: TiledFp8, is_rounded: bool) -> Tensor:
@@ -99,7 +101,7 @@ def parts_of(x: Tensor, weight: TiledFp8, is_rounded: bool) -> Tensor:
 
 def into_room(linear: Linear, x: Tensor, group: Group) -> Tensor:
     """x [N, in] -> this rank's part [N, out], which ``group.parts`` takes next; where the weight lies in tiles it is
-    written where other ranks read it."""
+    written where other ranks read it, of few rows by a launch that meets them."""
     is_rounded, inner = _taken_apart(linear)
     if inner is None or x.shape[0] > MOST_ROWS:
         return linear(x)

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from sparkchat.kernels.fp8 import TiledFp8
+from sparkchat.kernels.fp8.plan import EXPANDED_ROWS as MANY
 from sparkchat.models.deepseek_v4.packed import TiledLinear
 from sparkchat.models.deepseek_v4.pooling import PoolProducts
 from sparkchat.models.deepseek_v4.row_products import ContextLatents, RowProducts
 from sparkchat.models.deepseek_v4.scope import RoundedLinear
-from sparkchat.models.deepseek_v4.tile_products import TileProducts
+from sparkchat.models.deepseek_v4.tile_products import TileProducts, in_parts, into_room
 from sparkchat.models.linear import PlainLinear
 
 SIZE, RANK, LATENT = 256, 128, 64
@@ -77,6 +78,37 @@ def test_what_reads_the_input_and_the_low_ranks(monkeypatch: Any) -> None:
         assert none is None and torch.equal(alone, queries[0](low))
         # What the linears multiply by lies in the common piece.
         assert made._both is not None and made._both.tiles.data_ptr() == inner[0].weight.tiles.data_ptr()
+
+
+class RoomGroup:
+    """What ``into_room`` asks of a group."""
+
+    def __init__(self) -> None:
+        self.programs: list[int] = []
+
+    def room(self, shape: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.full(shape, float("nan"), dtype=dtype, device=device)
+
+    def meeting(self, room: Tensor, programs: int) -> None:
+        self.programs.append(programs)
+
+
+def test_of_many_rows_sums_are_one_part_and_no_launch_of_ours_meets_other_ranks() -> None:
+    linear, group = TiledLinear(weight_of(64, 1024), torch.bfloat16), RoomGroup()
+    parts = linear.weight.splits(1)
+    assert parts > 1
+    for output, shapes in (
+        (linear, [(parts, MANY - 1, 64), (MANY, 64)]),
+        (RoundedLinear(linear), [(parts, MANY - 1, 64), (parts, MANY, 64)]),
+    ):
+        for rows, shape in zip((MANY - 1, MANY), shapes, strict=True):
+            x = torch.randn(rows, 1024).to(torch.bfloat16)
+            got, want = in_parts(output, x), output(x)
+            assert tuple(got.shape) == shape and got.dtype == torch.float32
+            close(got.sum(0) if got.dim() == 3 else got, want)
+            group.programs.clear()
+            close(into_room(output, x, group), want)  # type: ignore[arg-type]
+            assert bool(group.programs) == (got.dim() == 3)
 
 
 def test_the_weights_of_index_heads_are_the_last() -> None:
