@@ -128,20 +128,7 @@ def step_event(
     state.statistics.record(
         proposed=len(draft_ids), verified=chosen.verify_len, accepted=correct, committed=num_committed
     )
-    if pair.totals is not None:
-        pair.totals.add(
-            proposed=len(draft_ids),
-            verified=chosen.verify_len,
-            accepted=correct,
-            tokens=num_committed,
-            remaining=state.remaining,
-            clock=clock,
-            # With a cap it is what the plan would take, and all is verified.
-            predicted_ms=chosen.predicted_ms if chosen.cap is None else None,
-        )
-        if pair.simulated is not None:
-            most = chosen.verify_len if chosen.cap is None else min(chosen.verify_len, chosen.cap)
-            pair.totals.add_chances(pair.simulated, logits, most)
+    _total(pair, state, chosen, outcome, num_committed, clock)
     if not state.request.steps:
         return []
     committed = state.delivered[len(state.delivered) - num_committed :] if num_committed else []
@@ -187,6 +174,32 @@ def step_event(
         "tokens_per_second": state.tokens_per_second,
     }
     return [event]
+
+
+def _total(
+    pair: LoadedPair,
+    state: RequestState,
+    chosen: StepLengths,
+    outcome: RowOutcome,
+    num_committed: int,
+    clock: StepClock | StepTimes,
+) -> None:
+    """The request's part of the whole step, where whole steps are told."""
+    if pair.totals is None:
+        return
+    pair.totals.add(
+        proposed=len(outcome.draft_ids),
+        verified=chosen.verify_len,
+        accepted=min(outcome.taken, num_committed),
+        tokens=num_committed,
+        remaining=state.remaining,
+        clock=clock,
+        # With a cap it is what the plan would take, and all is verified.
+        predicted_ms=chosen.predicted_ms if chosen.cap is None else None,
+    )
+    if pair.simulated is not None:
+        most = chosen.verify_len if chosen.cap is None else min(chosen.verify_len, chosen.cap)
+        pair.totals.add_chances(pair.simulated, outcome.confidence_logit, most)
 
 
 def _rejection(outcome: RowOutcome, verify_len: int) -> dict[str, Any] | None:
