@@ -173,13 +173,14 @@ def _takes_layers(pair: LoadedPair) -> bool:
 
 def _best_overlap(pair: LoadedPair) -> Overlap | None:
     """Small kernels start early in dense models: `off` 4.42 -> 4.23 ms, a round 5.67 -> 5.48 ms on an H200
-    (benchmarks/results/2026-11-30-gpu-decode.md). In DeepSeek V4 it is a loss: 7.81 -> 8.26 ms a round on two
-    (2026-11-30-v4-two-gpus.md)."""
+    (benchmarks/results/2026-11-30-gpu-decode.md). In DeepSeek V4, where products would call weights ahead by it, it is
+    a loss (7.81 -> 8.26 ms a round on two); what starts behind products alone is none: one rank of two takes 4.33 ->
+    4.17 and 6.96 -> 6.77 ms (2026-11-30-v4-two-gpus.md)."""
     if pair.device.type != "cuda":
         return None
     from sparkchat.kernels.launch import Overlap
 
-    return Overlap.NONE if isinstance(pair.target, DeepseekV4) else Overlap.SMALL
+    return Overlap.BEHIND if isinstance(pair.target, DeepseekV4) else Overlap.SMALL
 
 
 def _fuse_layers(pair: LoadedPair, shape: StepShape) -> None:
