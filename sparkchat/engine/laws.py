@@ -48,7 +48,7 @@ def target_laws(
     Row ``row_starts[r] + i`` of request r stands behind its first i drafts. A request whose first row is not of
     numbers, or whose settings leave no token, ends with an error; rows that are none become uniform.
     """
-    law = _plain_laws(logits, states, row_starts)
+    law = _plain_laws(logits, states, row_starts, drafts)
     if law is not None:
         return TargetRows(logits, law, None, (False,) * len(states))
     damaged_from: dict[int, int] = {}
@@ -60,13 +60,7 @@ def target_laws(
                 states[r].finish("error", error=DAMAGED_MODEL)
             elif bool(bad[first:last].any()):
                 damaged_from[r] = int(bad[first:last].int().argmax())
-    for state, tokens, first, last in zip(states, drafts, row_starts, row_starts[1:], strict=False):
-        extra = [tuple(tokens[:i]) for i in range(last - first)]
-        try:
-            _shape(state, logits[first:last], extra, None)
-        except UsageError as error:
-            logits[first:last] = 0.0
-            state.finish("error", error=error.message)
+    _shape_all(logits, states, row_starts, drafts)
     is_greedy = tuple(state.is_greedy for state in states)
     law = None
     if not all(is_greedy):
@@ -75,11 +69,29 @@ def target_laws(
     return TargetRows(logits, law, argmax, is_greedy, damaged_from)
 
 
-def _plain_laws(logits: Tensor, states: Sequence[RequestState], row_starts: Sequence[int]) -> Tensor | None:
-    """The laws of requests that draw by temperature, top-p and min-p alone, in one call; None for all others, and where
-    a row is not of numbers."""
+def _shape_all(
+    logits: Tensor, states: Sequence[RequestState], row_starts: Sequence[int], drafts: Sequence[Sequence[int]]
+) -> None:
+    for state, tokens, first, last in zip(states, drafts, row_starts, row_starts[1:], strict=False):
+        extra = [tuple(tokens[:i]) for i in range(last - first)]
+        try:
+            _shape(state, logits[first:last], extra, None)
+        except UsageError as error:
+            logits[first:last] = 0.0
+            state.finish("error", error=error.message)
+
+
+def _plain_laws(
+    logits: Tensor, states: Sequence[RequestState], row_starts: Sequence[int], drafts: Sequence[Sequence[int]]
+) -> Tensor | None:
+    """The laws of requests that draw by penalties, temperature, top-p and min-p alone, in one call; None for all
+    others, and where a row is not of numbers, which is found before anything is changed."""
     if not all(_is_plain(state) for state in states) or not sampling.has_kernels(logits):
         return None
+    if any(_is_penalised(state) for state in states):
+        if not bool(sampling.row_peaks(logits).isfinite().all()):
+            return None
+        _shape_all(logits, states, row_starts, drafts)
     from sparkchat.kernels.cpu.laws import make_laws
 
     settings = [state.sampling for state in states]
@@ -97,10 +109,14 @@ def _plain_laws(logits: Tensor, states: Sequence[RequestState], row_starts: Sequ
 
 
 def _is_plain(state: RequestState) -> bool:
-    """Whether logits become the law by temperature, top-p and min-p alone."""
+    """Whether logits become the law by penalties, temperature, top-p and min-p alone."""
     s = state.sampling
-    is_shaped = s.repetition_penalty != 1.0 or s.presence_penalty or s.frequency_penalty or s.logit_bias
-    return not (state.is_greedy or is_shaped or s.top_k > 0 or s.min_tokens > len(state.delivered))
+    return not (state.is_greedy or s.logit_bias or s.top_k > 0 or s.min_tokens > len(state.delivered))
+
+
+def _is_penalised(state: RequestState) -> bool:
+    s = state.sampling
+    return s.repetition_penalty != 1.0 or bool(s.presence_penalty or s.frequency_penalty)
 
 
 def draw_next(rows: TargetRows, uniforms: Tensor) -> list[int]:
@@ -164,9 +180,7 @@ def _shape(state: RequestState, logits: Tensor, extra: list[tuple[int, ...]], in
         eos_ids=state.output.eos_ids,
         index_of=index_of,
     )
-    if params.repetition_penalty == 1.0 and not params.presence_penalty and not params.frequency_penalty:
-        return
-    if not bool(logits.amax(dim=-1).isfinite().all()):
+    if _is_penalised(state) and not bool(sampling.row_peaks(logits).isfinite().all()):
         raise UsageError(TOO_STRONG)
 
 

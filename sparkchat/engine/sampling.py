@@ -202,8 +202,8 @@ def _penalise(
 ) -> None:
     """Repetition, then presence and frequency: the history on all rows, the drafts on their own rows."""
     device = logits.device
-    rows, columns, counts = _draft_cells(history, extra, index_of, device)
-    raw = logits[rows, columns]
+    cells = _draft_cells(history, extra, index_of, device) if any(extra) else None
+    raw = None if cells is None else logits[cells[0], cells[1]]
     if params.repetition_penalty != 1.0:
         seen, _ = _columns(history.seen_ids, index_of, device)
         logits[:, seen] = _repeat(logits[:, seen], params.repetition_penalty)
@@ -211,9 +211,11 @@ def _penalise(
         said, kept = _columns(history.output_ids, index_of, device)
         times = history.output_counts.to(device)[kept]
         logits[:, said] -= params.presence_penalty + params.frequency_penalty * times
-    logits[rows, columns] = _repeat(raw, params.repetition_penalty) - (
-        params.presence_penalty + params.frequency_penalty * counts
-    )
+    if cells is not None and raw is not None:
+        rows, columns, counts = cells
+        logits[rows, columns] = _repeat(raw, params.repetition_penalty) - (
+            params.presence_penalty + params.frequency_penalty * counts
+        )
 
 
 def _draft_cells(
