@@ -14,6 +14,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from v4_gaps import gap_lines
+from v4_variants import variant_lines
+
 KERNELS = Path(__file__).resolve().parents[1] / "sparkchat" / "kernels"
 FOLDERS = {
     "latent_attention": "attention", "compressor": "attention", "indexer": "attention", "tiles": "products",
@@ -160,7 +165,7 @@ def table(report: dict[str, Any]) -> str:
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in report["rows"]:
-        if "gpu_ms" in row:
+        if "gpu_ms" in row and row["part"] != "variants":
             times = " | ".join(f"{row[name]:.3f}" for name in ("gpu_ms", "draft_ms", "verify_ms", "wall_ms"))
             lines.append(
                 f"| {row['part']} | {row['row']} | {row['batch']} | {times} | {row['rows']:.1f} "
@@ -177,6 +182,8 @@ def table(report: dict[str, Any]) -> str:
     lines += ["", f"| us a step, by part | {' | '.join(parts)} |", f"|{'---|' * (1 + len(parts))}"] if parts else []
     names: Sequence[str] = list(dict.fromkeys(name for one in parts.values() for name in one))
     lines += [f"| {name} | {' | '.join(f'{one.get(name, 0.0):.0f}' for one in parts.values())} |" for name in names]
+    lines += gap_lines([(row["row"], row) for row in profiled])
+    lines += variant_lines(report)
     lines += ["", "| measured | value | bar | met |", "|---|---|---|---|"]
     lines += [
         f"| {what} | {value} | {bar} | {'' if met is None else 'yes' if met else 'NO'} |"

@@ -101,6 +101,10 @@ class Follower:
         assert self._steps is not None
         self._steps.run(command["number"])
 
+    def _renew_stages(self, command: Command) -> None:
+        assert self._steps is not None
+        self._steps.renew(command["plans"])
+
     def _forward(self, command: Command, token_ids: Tensor) -> None:
         cache = self._caches[command["cache"]]
         self._target.forward(_batch(command, token_ids, cache), cache, tuple(command["taps"]))

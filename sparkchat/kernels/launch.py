@@ -42,6 +42,7 @@ ORDINARY, EARLY, LATE, BEHIND, EACH = range(5)
 more; with 1 weights are called ahead as well."""
 _overlap = Overlap.NONE
 _start: Callable[..., Any] | None = None
+_watch: Callable[[Any], None] | None = None
 
 
 @contextmanager
@@ -84,6 +85,12 @@ def started_by(start: Callable[..., Any]) -> Iterator[None]:
         _start = before
 
 
+def watch(seen: Callable[[Any], None] | None) -> None:
+    """Have ``seen`` called behind every launch from now on with what was compiled for it; None: nobody is."""
+    global _watch
+    _watch = seen
+
+
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, is_streaming: bool = False, **options: Any) -> None:
     """Start ``kernel``; its last constexpr is PDL. ``is_streaming``: see ``Overlap.SMALL``."""
     if starts_early(is_streaming) or _overlap in _BARE:
@@ -92,7 +99,9 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, is_streaming: bo
     if _start is not None:
         _start(kernel, grid, *arguments, PDL=how, **options)
         return
-    kernel[grid](*arguments, PDL=how, **options)
+    compiled = kernel[grid](*arguments, PDL=how, **options)
+    if _watch is not None:
+        _watch(compiled)
 
 
 _BARE = {Overlap.LATE: LATE, Overlap.BEHIND: BEHIND, Overlap.EACH: EACH}

@@ -28,13 +28,24 @@ def run(out: Path, *arguments: str) -> dict[str, Any]:
 
 
 def test_a_part_is_measured_and_judged(tmp_path: Path) -> None:
-    report = run(tmp_path / "report.json", "--gpus", "1", "--parts", "alone")
+    named = "usual; whole=8,streams=4"
+    report = run(tmp_path / "report.json", "--gpus", "1", "--parts", "alone,variants", "--variants", named)
     assert report["commit"] == "abc" and report["rows"][-1]["part"] == "end"
     measured = [row for row in report["rows"] if "gpu_ms" in row]
     assert all(row["tokens_per_second"] > 0 for row in measured)
     off, static = (next(r for r in measured if r["mode"] == mode) for mode in ("off", "static"))
     assert off["rows"] == 1.0 and off["draft_ms"] < static["draft_ms"]
     assert static["rows"] == 1 + report["block"]
+    of_variants = [row for row in report["rows"] if row["part"] == "variants"]
+    timed = [row["row"] for row in of_variants if "gpu_ms" in row]
+    # Two turns, the second in the opposite order; a plain step and a round each.
+    assert timed == ["usual"] * 2 + ["whole=8,streams=4"] * 4 + ["usual"] * 2
+    assert not [row for row in of_variants if "error" in row]
+    for row in report["rows"]:
+        if row["part"] == "profile" or "profile" in row:
+            gaps = row["gaps"]
+            told = gaps["kernels_us"] + gaps["gap_us"] - gaps["overlap_us"] + gaps["between_us"]
+            assert told == pytest.approx(gaps["span_us"]) and row["timed_ms"] > 0 and gaps["front"]
 
 
 @pytest.mark.slow
@@ -46,7 +57,7 @@ def test_one_process_runs_every_part(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_two_processes_share_the_model(tmp_path: Path) -> None:
-    report = run(tmp_path / "report.json", "--gpus", "2", "--parts", "alone,mtp1")
+    report = run(tmp_path / "report.json", "--gpus", "2", "--parts", "alone,variants,mtp1")
     assert report["rows"][-1]["row"] == "all parts ran"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Protocol
@@ -10,6 +11,7 @@ import torch
 
 if TYPE_CHECKING:
     from sparkchat.kernels.launch import Overlap
+    from sparkchat.kernels.plans import LaunchPlans
 
 Stage = Callable[[], None]
 
@@ -33,6 +35,10 @@ class Stages(Protocol):
         """Forget what was made ready; what was captured holds on to the ranks' connections."""
         ...
 
+    def renew(self, plans: LaunchPlans) -> None:
+        """Forget what was made ready, with all memory that it held; what is made from now on is by ``plans``."""
+        ...
+
 
 class EagerStages:
     """Every stage is run anew: the code of a captured step without the capture, on any device."""
@@ -52,6 +58,9 @@ class EagerStages:
     def close(self) -> None:
         pass
 
+    def renew(self, plans: LaunchPlans) -> None:
+        plans.take()
+
 
 class GraphStages:
     """CUDA graphs by key, in one memory pool.
@@ -65,6 +74,7 @@ class GraphStages:
     def __init__(self, device: torch.device, overlaps: Overlap | bool = False) -> None:
         """``overlaps``: which captured kernels of ours may start while the one before them ends (kernels/launch.py)."""
         self._device, self._overlaps = device, overlaps
+        self._usual = overlaps
         self._pool = torch.cuda.graph_pool_handle()
         # One for all: torch keeps memory apart by stream.
         self._side = torch.cuda.Stream(device)
@@ -107,3 +117,14 @@ class GraphStages:
     def close(self) -> None:
         torch.cuda.synchronize(self._device)
         self._graphs.clear()
+
+    def renew(self, plans: LaunchPlans) -> None:
+        from sparkchat.kernels.launch import Overlap
+
+        self.close()
+        plans.take()
+        self._overlaps = self._usual if plans.overlap is None else Overlap(plans.overlap)
+        # A pool whose last graph has gone takes no further one.
+        self._pool = torch.cuda.graph_pool_handle()
+        gc.collect()
+        torch.cuda.empty_cache()

@@ -13,7 +13,7 @@ begins. A number that came out otherwise on another device can therefore not par
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,7 @@ from sparkchat.engine.pair import LoadedPair
 if TYPE_CHECKING:
     from sparkchat.engine.ranks import Team
     from sparkchat.kernels.launch import Overlap
+    from sparkchat.kernels.plans import LaunchPlans
 
 Command = dict[str, Any]
 
@@ -90,6 +91,12 @@ class SharedStages:
         self._inner.close()
         self._numbers.clear()
 
+    def renew(self, plans: LaunchPlans) -> None:
+        self._team.call("renew_stages", plans=asdict(plans))
+        self._numbers.clear()
+        with self._team.partners():
+            self._inner.renew(plans)
+
 
 class FollowedSteps:
     """The same steps on another rank, as rank 0 says; see the module."""
@@ -110,3 +117,10 @@ class FollowedSteps:
 
     def close(self) -> None:
         self._stages.close()
+
+    def renew(self, plans: dict[str, Any]) -> None:
+        """``plans``: the fields of ``LaunchPlans``."""
+        from sparkchat.kernels.plans import LaunchPlans
+
+        self._known.clear()
+        self._stages.renew(LaunchPlans(**plans))
