@@ -151,6 +151,15 @@ def begin(engine: Engine, batch: int, mode: str, context: int) -> None:
             state.slot.draft.length = context
 
 
+def card_of(engine: Engine) -> dict[str, Any]:
+    """The state that the steps have left the card in: clocks, watts, degrees; nothing where there is no card."""
+    if engine.pair.device.type != "cuda":
+        return {}
+    from gpu_state import clocks
+
+    return clocks()
+
+
 def busy_ms(event: dict[str, Any]) -> float:
     """What a step took of the device, by the engine's own marks."""
     return event["step_ms"] - (event["gpu_idle_ms"] or 0.0)
@@ -184,6 +193,7 @@ def measure(engine: Engine, batch: int, mode: str, steps: int, context: int, sti
             break
     settle(engine)
     elapsed = time.perf_counter() - began - (stages.seconds - captured)
+    card = card_of(engine)
     for n in range(batch):
         engine.cancel(f"r{n}")
     engine.step()
@@ -201,6 +211,7 @@ def measure(engine: Engine, batch: int, mode: str, steps: int, context: int, sti
         "tokens_per_second": tokens / elapsed,
         "tokens_per_step": per_step,
         "rows": statistics.mean(rows),
+        "card": card,
     }
 
 
@@ -217,6 +228,7 @@ def profiled(bench: Bench, engine: Engine, mode: str) -> dict[str, Any]:
         for _ in range(steps):
             events += engine.step()
         settle(engine)
+        card = card_of(engine)
     engine.cancel("r0")
     engine.step()
     # The first that is told of was launched before the profiler began.
@@ -227,5 +239,6 @@ def profiled(bench: Bench, engine: Engine, mode: str) -> dict[str, Any]:
         "kernels": v4_table.longest(spent),
         "step_ms": statistics.median(times),
         "mean_ms": statistics.mean(times),
+        "card": card,
         "gaps": v4_gaps.gaps_of(v4_gaps.launches_of(seen.events(), on_gpu), steps),
     }

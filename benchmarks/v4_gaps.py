@@ -127,6 +127,12 @@ def _idle(launches: Sequence[Launch]) -> float:
     return idle
 
 
+def mhz_of(row: dict[str, Any]) -> str:
+    """The clock that a row's steps left the multiprocessors at, as the driver said (benchmarks/gpu_state.py)."""
+    card = row.get("card") or {}
+    return str(card.get("sm_mhz", card.get("clocks.sm", "")))
+
+
 def gap_lines(profiles: Sequence[tuple[str, dict[str, Any]]], *, has_names: bool = True) -> list[str]:
     """Tables of what profiles tell of gaps: each has a label, ``gaps``, and ``step_ms`` and ``mean_ms`` of its steps by
     the engine's marks, with ``timed_ms`` of steps without a profiler where those are known. ``has_names``: with two
@@ -137,8 +143,8 @@ def gap_lines(profiles: Sequence[tuple[str, dict[str, Any]]], *, has_names: bool
     lines = [
         "",
         "| profile, us a step | kernels | gaps | overlap | kernels + gaps - overlap | profiled step, mean | median "
-        "| timed step | idle | between steps | launches | streams |",
-        f"|{'---|' * 12}",
+        "| timed step | idle | between steps | launches | streams | MHz |",
+        f"|{'---|' * 13}",
     ]
     for label, profile in told:
         gaps = profile["gaps"]
@@ -147,8 +153,9 @@ def gap_lines(profiles: Sequence[tuple[str, dict[str, Any]]], *, has_names: bool
         times = [gaps["kernels_us"], gaps["gap_us"], gaps["overlap_us"], all_in]
         times += [1e3 * profile["mean_ms"], 1e3 * profile["step_ms"]]
         last = [gaps["idle_us"], gaps["between_us"], gaps["launches"], gaps["streams"]]
+        megahertz = mhz_of(profile)
         numbers = [*(f"{n:.0f}" for n in times), "" if timed is None else f"{1e3 * timed:.0f}"]
-        lines.append(f"| {label} | {' | '.join([*numbers, *(f'{n:.0f}' for n in last)])} |")
+        lines.append(f"| {label} | {' | '.join([*numbers, *(f'{n:.0f}' for n in last), megahertz])} |")
     for label, profile in told if has_names else ():
         for side, what in (("front", "in front of"), ("behind", "behind")):
             rows = profile["gaps"][side]

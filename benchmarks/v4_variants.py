@@ -6,6 +6,8 @@
 For every variant all captured graphs go, and what plain steps and rounds of one request need is captured anew. All
 variants are timed in turn, then once more in the opposite order, so that a card that gets warmer favours nobody; only
 then does a profiler start. With several GPUs every rank takes the same variant.
+
+These files also run beside an older package, which has no plans to choose from: with ``--variants usual``.
 """
 
 from __future__ import annotations
@@ -13,10 +15,11 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-from v4_gaps import SHOWN, gap_lines
+from v4_gaps import SHOWN, gap_lines, mhz_of
 
 if TYPE_CHECKING:
     from v4_bench import Bench
@@ -36,9 +39,13 @@ STEPS, TURNS = 60, 2
 
 def parsed(text: str) -> dict[str, Any]:
     """Plans by what they are called; ``usual`` is an empty one. Raises ValueError for what is none."""
+    names = [part.strip() for part in text.strip().strip(";").split(";")]
+    if find_spec("sparkchat.kernels.plans") is None:
+        if names != ["usual"]:
+            raise ValueError("this package has no plans to choose from; give --variants usual")
+        return {"usual": None}
     from sparkchat.kernels.plans import LaunchPlans
 
-    names = [part.strip() for part in text.strip().strip(";").split(";")]
     return {name or "usual": LaunchPlans.parse("" if name == "usual" else name) for name in names}
 
 
@@ -64,7 +71,7 @@ def attempt(bench: Bench, engine: Engine, name: str, plans: Any, turn: int | Non
     try:
         renew(engine, plans)
         if turn is None:
-            profile(bench, engine, name)
+            profile(bench, engine, name, plans)
         else:
             time_both(bench, engine, name, turn)
     except Exception as error:
@@ -81,7 +88,8 @@ def renew(engine: Engine, plans: Any) -> None:
     decoder = engine._captured
     assert decoder is not None
     decoder.drain(engine.mode)
-    decoder.stages.renew(plans)
+    if plans is not None:
+        decoder.stages.renew(plans)
     decoder.interrupt()
 
 
@@ -94,18 +102,21 @@ def time_both(bench: Bench, engine: Engine, name: str, turn: int) -> None:
         bench.add("variants", name, turn=turn, **numbers)
 
 
-def profile(bench: Bench, engine: Engine, name: str) -> None:
+def profile(bench: Bench, engine: Engine, name: str, plans: Any) -> None:
     import torch
     from v4_bench import profiled
-
-    from sparkchat.kernels.plans import kernels_launched
 
     for mode in MODES:
         timed = [row["gpu_ms"] for row in rows_of(bench.report, name) if row.get("mode") == mode and "gpu_ms" in row]
         told = profiled(bench, engine, mode)
         bench.add("variants", name, profile=mode, **told, timed_ms=statistics.mean(timed) if timed else None)
     reserved = torch.cuda.memory_reserved() / 1e9 if engine.pair.device.type == "cuda" else 0.0
-    bench.add("variants", name, launched=[asdict(one) for one in kernels_launched()], reserved_gb=reserved)
+    launched: list[Any] = []
+    if plans is not None:
+        from sparkchat.kernels.plans import kernels_launched
+
+        launched = [asdict(one) for one in kernels_launched()]
+    bench.add("variants", name, launched=launched, reserved_gb=reserved)
 
 
 def rows_of(report: dict[str, Any], name: str) -> list[dict[str, Any]]:
@@ -121,8 +132,8 @@ def variant_lines(report: dict[str, Any]) -> list[str]:
     lines = [
         "",
         "| variant | off ms, by turn | round ms, by turn | draft | verify | round: kernels us | gaps | overlap "
-        "| profiled ms | off: kernels us | gaps | failed |",
-        f"|{'---|' * 12}",
+        "| profiled ms | off: kernels us | gaps | MHz of rounds, by turn | failed |",
+        f"|{'---|' * 13}",
     ]
     for name in names:
         rows = rows_of(report, name)
@@ -132,6 +143,7 @@ def variant_lines(report: dict[str, Any]) -> list[str]:
         cells += _profile_cells(profiles.get("static"), ("kernels_us", "gap_us", "overlap_us"))
         cells.append(f"{profiles['static']['step_ms']:.3f}" if "static" in profiles else "")
         cells += _profile_cells(profiles.get("off"), ("kernels_us", "gap_us"))
+        cells.append(", ".join(mhz_of(row) for row in static))
         cells.append("; ".join(row["error"] for row in rows if "error" in row).replace("|", "/"))
         lines.append(f"| {name} | {' | '.join(cells)} |")
     lines += _launched_lines(report, names)

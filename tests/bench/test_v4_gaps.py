@@ -116,7 +116,7 @@ def test_kernels_ask_for_shared_memory_until_the_log_is_closed(monkeypatch: pyte
 def test_variants_stand_side_by_side() -> None:
     def rows(name: str, off: float, static: float, shared: int) -> list[dict[str, Any]]:
         timed = [
-            {"mode": mode, "gpu_ms": ms + turn, "draft_ms": 0.5, "verify_ms": ms}
+            {"mode": mode, "gpu_ms": ms + turn, "draft_ms": 0.5, "verify_ms": ms, "card": {"sm_mhz": 1980 - turn}}
             for turn in (0, 1) for mode, ms in (("off", off), ("static", static))
         ]  # fmt: skip
         gaps = v4_gaps.gaps_of(TWO_STEPS, 2)
@@ -127,7 +127,7 @@ def test_variants_stand_side_by_side() -> None:
 
     start = {"part": "variants", "row": "start"}
     lines = v4_variants.variant_lines({"rows": [start, *rows("one", 4.25, 6.75, 25), *rows("two", 4.5, 7.5, 41)]})
-    assert "| one | 4.250, 5.250 | 6.750, 7.750 | 0.500 | 6.750 | 8 | 3 | 0 | 7.000 |  |  |  |" in lines
+    assert "| one | 4.250, 5.250 | 6.750, 7.750 | 0.500 | 6.750 | 8 | 3 | 0 | 7.000 |  |  | 1980, 1979 |  |" in lines
     assert "| two | _mix_experts | 2 | 96 | 0 | 41 |" in lines and "| all | _route | 2 | 96 | 0 | 0 |" in lines
     assert "| _a | 2 / 2 | 2 / 2 |" in lines
     assert not v4_variants.variant_lines({"rows": []})
