@@ -89,7 +89,7 @@ def _plain_laws(
     if not all(_is_plain(state) for state in states) or not sampling.has_kernels(logits):
         return None
     if any(_is_penalised(state) for state in states):
-        if not bool(sampling.row_peaks(logits).isfinite().all()):
+        if not sampling.are_numbers(logits):
             return None
         _shape_all(logits, states, row_starts, drafts)
     from sparkchat.kernels.cpu.laws import make_laws
@@ -180,7 +180,7 @@ def _shape(state: RequestState, logits: Tensor, extra: list[tuple[int, ...]], in
         eos_ids=state.output.eos_ids,
         index_of=index_of,
     )
-    if _is_penalised(state) and not bool(sampling.row_peaks(logits).isfinite().all()):
+    if _is_penalised(state) and not sampling.are_numbers(logits):
         raise UsageError(TOO_STRONG)
 
 

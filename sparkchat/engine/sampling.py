@@ -202,6 +202,9 @@ def _penalise(
 ) -> None:
     """Repetition, then presence and frequency: the history on all rows, the drafts on their own rows."""
     device = logits.device
+    if device.type == "cpu" and index_of is None:
+        _penalise_here(logits.numpy(), history, params, extra)
+        return
     cells = _draft_cells(history, extra, index_of, device) if any(extra) else None
     raw = None if cells is None else logits[cells[0], cells[1]]
     if params.repetition_penalty != 1.0:
@@ -218,13 +221,42 @@ def _penalise(
         )
 
 
+@np.errstate(over="ignore", invalid="ignore")  # what is no number is found and reported
+def _penalise_here(
+    logits: np.ndarray, history: TokenHistory, params: SamplingParams, extra: Sequence[Sequence[int]]
+) -> None:
+    """The same on a processor: a dozen calls of torch take as long as a layer of a small model."""
+    cells = _cells_of(history, extra)
+    rows, columns = [cell[0] for cell in cells], [cell[1] for cell in cells]
+    raw = logits[rows, columns] if cells else None
+    if params.repetition_penalty != 1.0:
+        seen = history.seen_ids.numpy()
+        logits[:, seen] = _repeat_here(logits[:, seen], params.repetition_penalty)
+    if params.presence_penalty or params.frequency_penalty:
+        said, times = history.output_ids.numpy(), history.output_counts.numpy()
+        logits[:, said] -= params.presence_penalty + params.frequency_penalty * times
+    if raw is not None:
+        counts = np.array([cell[2] for cell in cells], dtype=np.float32)
+        taken = params.presence_penalty + params.frequency_penalty * counts
+        logits[rows, columns] = _repeat_here(raw, params.repetition_penalty) - taken
+
+
+def _repeat_here(values: np.ndarray, penalty: float) -> np.ndarray:
+    return np.where(values < 0, values * penalty, values / penalty)
+
+
+def _cells_of(history: TokenHistory, extra: Sequence[Sequence[int]]) -> list[tuple[int, int, int]]:
+    """Row, token and output count of every cell that a draft of that row touches."""
+    return [
+        (row, token, history.count(token) + n) for row, ids in enumerate(extra) for token, n in Counter(ids).items()
+    ]
+
+
 def _draft_cells(
     history: TokenHistory, extra: Sequence[Sequence[int]], index_of: Tensor | None, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Row, column and output count of every cell that a draft of that row touches."""
-    cells = [
-        (row, token, history.count(token) + n) for row, ids in enumerate(extra) for token, n in Counter(ids).items()
-    ]
+    """``_cells_of`` with columns for tokens."""
+    cells = _cells_of(history, extra)
     rows = torch.tensor([cell[0] for cell in cells], dtype=torch.int64, device=device)
     counts = torch.tensor([cell[2] for cell in cells], dtype=torch.float32, device=device)
     columns, kept = _columns([cell[1] for cell in cells], index_of, device)
@@ -263,6 +295,17 @@ def row_peaks(logits: Tensor) -> Tensor:
     peaks = torch.empty(logits.shape[0])
     find_peaks(logits.contiguous().numpy(), peaks.numpy())
     return peaks
+
+
+def are_numbers(logits: Tensor) -> bool:
+    """Whether the largest of every row [n, V] is a number, and no row has NaN."""
+    if not has_kernels(logits):
+        return bool(logits.amax(dim=-1).isfinite().all())
+    from sparkchat.kernels.cpu.laws import find_peaks
+
+    peaks = np.empty(logits.shape[0], np.float32)
+    find_peaks(logits.contiguous().numpy(), peaks)
+    return bool(np.isfinite(peaks).all())
 
 
 def probabilities(

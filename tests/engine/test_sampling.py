@@ -371,3 +371,24 @@ def test_history_grows_without_losing_counts():
     assert counts == {token: output.count(token) for token in set(output)}
     assert history.count(output[0]) == output.count(output[0])
     assert history.count(10**9) == 0
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_penalties_on_a_processor_are_those_of_torch_to_the_bit(seed: int) -> None:
+    draw = random.Random(seed)
+    history = TokenHistory([draw.randrange(500) for _ in range(40)])
+    for _ in range(30):
+        history.append(draw.randrange(500))
+    params = SamplingParams(
+        repetition_penalty=draw.choice([1.0, 1.1, 0.8]),
+        presence_penalty=draw.choice([0.0, 0.3]),
+        frequency_penalty=draw.choice([0.0, 0.2]),
+    )
+    logits = torch.randn(3, 500, generator=torch.Generator().manual_seed(seed)) * 5
+    logits[0, 7], logits[1, 9] = float("-inf"), 3e38
+    drafts = [(), (draw.randrange(500),), (1, 1)]
+    here, there = logits.clone(), logits.clone()
+    shape_logits(here, history, params, num_output=30, extra=drafts, eos_ids=())
+    # With a map of the vocabulary torch's operations are taken.
+    shape_logits(there, history, params, num_output=30, extra=drafts, eos_ids=(), index_of=torch.arange(500))
+    assert torch.equal(here, there)
