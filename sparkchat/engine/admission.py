@@ -51,9 +51,6 @@ class Admission:
             accept_cap=self._spec.accept_cap if request.accept_cap is None else request.accept_cap,
             draft_temperature=request.draft_temperature or self._spec.draft_temperature,
         )
-        if not state.is_reproducible:
-            # A seed must give the same tokens whatever was answered before.
-            state.gate = self._pair.last_gate.successor()
         return state, list(prompt.notices)
 
     def _block_size(self, request: GenerateRequest) -> int:

@@ -21,17 +21,16 @@ _PATIENCE = 24
 
 @dataclass
 class DraftGate:
-    """Per request. Reads only predictions of past rounds, so a closed gate cannot bias the output law.
+    """Of a request that is planned alone. Reads only predictions of its own past rounds, so a closed gate cannot bias
+    the output law, and depends on nobody else. (Requests that are planned together share an ``outlook``.)
 
-    ``observe`` takes the predicted tokens per second of a drafting round, of everything planned together, and those of
-    plain decoding. The gate closes when the running mean of their ratio loses, opens for a trial after a pause, and
-    closes again unless the trial wins. Trials that lose are ever rarer. A round of ``together`` requests says as much
-    as so many rounds of one: sixteen that try at once for eight rounds would lose sixteen times what is to be learned.
+    ``observe`` takes the predicted tokens per second of a drafting round, and those of plain decoding. The gate closes
+    when the running mean of their ratio loses, opens for a trial after a pause, and closes again unless the trial wins.
+    Trials that lose are ever rarer.
     """
 
     mean_ratio: float = 0.0
     rounds: int = 0
-    """Of one request each."""
     pause_left: int = 0
     next_pause: int = _PAUSE
     is_trial: bool = False
@@ -47,12 +46,12 @@ class DraftGate:
         """Others have taken every verified row for so long that the next one is this request's."""
         return self.unverified >= _PATIENCE
 
-    def observe(self, theta: float, plain_theta: float | None, verify_len: int = 1, together: int = 1) -> None:
+    def observe(self, theta: float, plain_theta: float | None, verify_len: int = 1) -> None:
         self.unverified = 0 if verify_len else self.unverified + 1
         if plain_theta is None:
             return
-        self.rounds += together
-        weight = max(1.0 - _DECAY**together, together / self.rounds)
+        self.rounds += 1
+        weight = max(1.0 - _DECAY, 1.0 / self.rounds)
         self.mean_ratio += weight * (theta / plain_theta - self.mean_ratio)
         is_clear = self.mean_ratio < 1.0 - _CLEAR_LOSS
         if self.rounds < (_TRIAL if self.is_trial or is_clear else _WINDOW):
@@ -65,8 +64,3 @@ class DraftGate:
 
     def pass_plain_step(self) -> None:
         self.pause_left = max(0, self.pause_left - 1)
-
-    def successor(self) -> DraftGate:
-        """What the next request starts from, on the same machine with the same drafter: where drafting did not pay, it
-        decodes plainly for one pause, and then finds out for itself."""
-        return DraftGate() if self.is_open else DraftGate(pause_left=_PAUSE, is_trial=True)

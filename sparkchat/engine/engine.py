@@ -320,8 +320,6 @@ class Engine:
     def _retire(self) -> list[Event]:
         events: list[Event] = []
         for state in self._scheduler.retire():
-            if self._mode_of(state) == "compact" and state.statistics.num_steps:
-                self.pair.last_gate = state.gate
             result = finished_result(
                 state,
                 model=self.spec.name,

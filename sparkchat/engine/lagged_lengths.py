@@ -22,6 +22,7 @@ from sparkchat.engine.step_plan import (
     plain_ms,
     plain_theta,
 )
+from sparkchat.sampling_kind import sampling_kind
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ def choose_budgets(
     def stale_of(indices: Sequence[int]) -> list[list[tuple[float, ...]]]:
         """Survivals of these requests, by age."""
         return [
-            [states[i].stale.before(rounds[i], intents[i].draft_len, back) for i in indices]
+            [_stale(states[i], rounds[i], intents[i].draft_len, back, pair) for i in indices]
             for back in range(past_blocks(len(indices)))
         ]
 
@@ -79,7 +80,7 @@ def choose_budgets(
     for i, intent in enumerate(intents):
         if i not in is_shared:
             length = own[i].drafts if i in own else intent.draft_len
-            alive = states[i].stale.before(rounds[i], intents[i].draft_len)
+            alive = _stale(states[i], rounds[i], intents[i].draft_len, 0, pair)
             rows, tokens = rows + 1 + length, tokens + 1.0 + sum(alive[:length])
     # Captured drafts run over the seats up to the last that drafts.
     cost = costs_of(states, pair, drafting=1 + max(i for i, intent in enumerate(intents) if intent.draft_len))
@@ -89,6 +90,14 @@ def choose_budgets(
     if len(sharing) == 1:
         return BatchBudgets(own | {sharing[0]: shared}, (), None, shared.predicted_ms)
     return BatchBudgets(own, sharing, shared, shared.predicted_ms)
+
+
+def _stale(state: RequestState, round_: int, block: int, back: int, pair: LoadedPair) -> tuple[float, ...]:
+    """Survivals that a request's block is planned by. One that has shown nothing yet is taken for one like those that
+    this engine saw; one whose seed was chosen must not look at others, and counts as certain."""
+    if state.is_reproducible or state.stale.is_known(round_) or not block:
+        return state.stale.before(round_, block, back)
+    return pair.outlook.recent.expected(sampling_kind(state.sampling), block)
 
 
 def choose_lagged(
@@ -121,5 +130,4 @@ def lengths_of(
         predicted_ms=budget.predicted_ms,
         predicted_theta=budget.predicted_theta,
         plain_theta=budget.plain_theta,
-        together=budget.together,
     )

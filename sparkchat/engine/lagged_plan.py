@@ -39,6 +39,10 @@ class StaleSurvival:
         for old in [r for r in self.by_round if r <= round_ - LAG - PAST_BLOCKS]:
             del self.by_round[old]
 
+    def is_known(self, round_: int) -> bool:
+        """Whether a block of this request is there to plan round ``round_`` by."""
+        return bool(self.by_round.get(round_ - LAG))
+
     def before(self, round_: int, block: int, back: int = 0) -> tuple[float, ...]:
         """Survivals to plan round ``round_`` by, ``back`` rounds older than they have to be.
 
@@ -66,8 +70,6 @@ class Budget:
     """The same without drafting; None when not measured."""
     is_planned: bool = True
     """False for a cap of the user's own."""
-    together: int = 1
-    """Requests that it was chosen for."""
 
 
 def choose_budget(
@@ -90,7 +92,7 @@ def choose_budget(
     times = cost.times(rows, 1 + len(gained))
     thetas = (tokens + np.concatenate([[0.0], gained])) / times
     best = int(np.argmax(thetas))
-    return Budget(best, float(times[best]), 1000.0 * float(thetas[best]), together=len(stale))
+    return Budget(best, float(times[best]), 1000.0 * float(thetas[best]))
 
 
 def admit(survival: Sequence[Sequence[float]], limits: Sequence[int], budget: int) -> list[int]:

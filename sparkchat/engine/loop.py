@@ -18,6 +18,7 @@ from sparkchat.engine.acceptance import Acceptance, accept
 from sparkchat.engine.batch import pack_rows
 from sparkchat.engine.calibration import survival_of
 from sparkchat.engine.correction import correction_of, learn, refined_record
+from sparkchat.engine.drafters import intend_all, learn_blocks
 from sparkchat.engine.drafting import Draft, propose
 from sparkchat.engine.lagged_lengths import choose_lagged
 from sparkchat.engine.laws import DAMAGED_DRAFTER, DAMAGED_MODEL, TargetRows, target_laws
@@ -26,7 +27,7 @@ from sparkchat.engine.pair import LoadedPair
 from sparkchat.engine.records import StepClock, outcome_of, step_event
 from sparkchat.engine.request import RequestState
 from sparkchat.engine.slots import FLUSH_ROWS, flush_contexts
-from sparkchat.engine.step_plan import StepIntent, StepLengths, choose_lengths, intend
+from sparkchat.engine.step_plan import StepIntent, StepLengths, choose_lengths
 from sparkchat.params import Correction, Mode
 
 Event = dict
@@ -46,7 +47,7 @@ def decode_step(
     """
     choose = choose or (choose_lagged if pair.is_lagged else choose_lengths)
     clock = StepClock(pair.device)
-    intents = [intend(state, default, pair) for state in states]
+    intents = intend_all(states, default, pair)
     draft = propose(pair, states, [intent.draft_len for intent in intents])
     clock.lap("draft_ms")
     corrections = [correction_of(state, pair) for state in states]
@@ -61,6 +62,7 @@ def decode_step(
         pair, states, intents, lengths, draft, accepted, features, starts, calibrated, target, clock, graph
     )
     clock.end(events)
+    learn_blocks(pair, states, alive)
     _learn(pair, states, intents, lengths, draft, accepted, clock)
     return events
 
@@ -227,6 +229,8 @@ def observe(state: RequestState, intent: StepIntent, chosen: StepLengths) -> Non
     if intent.mode_requested != "compact":
         return
     if intent.draft_len and chosen.predicted_theta is not None:
-        state.gate.observe(chosen.predicted_theta, chosen.plain_theta, chosen.verify_len, chosen.together)
+        # Whether those drafted that are planned together was not settled by their gates.
+        plain = chosen.plain_theta if state.is_reproducible else None
+        state.gate.observe(chosen.predicted_theta, plain, chosen.verify_len)
     elif intent.mode == "off":
         state.gate.pass_plain_step()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from sparkchat.engine.cost_table import CostLookup
-from sparkchat.engine.draft_gate import DraftGate
+from sparkchat.engine.outlook import Outlook
 from sparkchat.engine.refinement import Refinement
 from sparkchat.engine.step_totals import StepTotals
 from sparkchat.params import Correction, CostTable
@@ -50,8 +50,8 @@ class LoadedPair:
     damaged_ids: frozenset[int] = frozenset()
     """Tokens whose embedding in the target is not of numbers."""
 
-    last_gate: DraftGate = field(default_factory=DraftGate)
-    """Of the compact request that ended last."""
+    outlook: Outlook = field(default_factory=Outlook)
+    """Whether drafting pays for the requests that are planned together."""
     measure_steps: Callable[[Sequence[int]], CostTable] | None = None
     """Times captured steps of so many requests; None where the reference loop is timed."""
     is_lagged: bool = False

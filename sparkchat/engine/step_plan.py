@@ -48,15 +48,16 @@ class StepLengths:
     """Tokens per second of what was planned together, the paper's theta."""
     plain_theta: float | None = None
     """The same without drafting; None when not measured."""
-    together: int = 1
-    """Requests that one plan was made for."""
 
 
-def intend(state: RequestState, default: Mode, pair: LoadedPair) -> StepIntent:
-    """The effective mode and draft length of one request for the coming step."""
+def intend(state: RequestState, default: Mode, pair: LoadedPair, drafts: bool | None = None) -> StepIntent:
+    """The effective mode and draft length of one request for the coming step.
+
+    ``drafts``: whether a request in compact drafts; None asks its own gate.
+    """
     requested = state.mode_override or default
     limit = max(0, state.remaining - 1)
-    mode, fallback = _effective(requested, state, pair)
+    mode, fallback = _effective(requested, state, pair, state.gate.is_open if drafts is None else drafts)
     block = 0 if mode == "off" else state.block_size
     if mode == "compact" and limit == 0:
         block = 0
@@ -75,9 +76,9 @@ def standing_mode(requested: Mode, pair: LoadedPair) -> tuple[Mode, str | None]:
     return requested, None
 
 
-def _effective(requested: Mode, state: RequestState, pair: LoadedPair) -> tuple[Mode, str | None]:
+def _effective(requested: Mode, state: RequestState, pair: LoadedPair, drafts: bool) -> tuple[Mode, str | None]:
     mode, fallback = standing_mode(requested, pair)
-    if mode == "compact" and not state.gate.is_open:
+    if mode == "compact" and not drafts:
         return "off", REASON_DOES_NOT_PAY
     if mode == "cap-accept" and state.accept_cap is not None:
         return mode, None
@@ -193,5 +194,4 @@ def _lengths(state: RequestState, intent: StepIntent, planned: tuple[int, Plan, 
         predicted_ms=chosen.predicted_ms,
         predicted_theta=chosen.predicted_theta,
         plain_theta=plain,
-        together=len(chosen.verify_lens),
     )

@@ -53,11 +53,11 @@ def test_without_a_plain_time_it_never_closes() -> None:
     assert gate.is_open
 
 
-def test_what_counts_is_the_ratio_to_plain_decoding_of_the_same_batch() -> None:
+def test_what_counts_is_the_ratio_to_plain_decoding_of_the_same_step() -> None:
     gate = DraftGate()
     for n in range(WINDOW):
-        requests = 1 + n % 4
-        gate.observe(97.0 * requests, PLAIN * requests)
+        cached = 1 + n % 4
+        gate.observe(97.0 / cached, PLAIN / cached)
     assert not gate.is_open
 
 
@@ -97,37 +97,3 @@ def test_a_request_that_finds_no_room_for_long_is_starved_until_it_is_verified()
     assert gate.is_starved
     gate.observe(150.0, PLAIN, verify_len=1)
     assert not gate.is_starved
-
-
-@pytest.mark.parametrize("together", [1, 3, 8, 40])
-def test_requests_that_are_planned_together_learn_together(together: int) -> None:
-    """By as many blocks, so that all of them try for fewer rounds."""
-
-    def rounds(gate: DraftGate, theta: float) -> int:
-        count = 0
-        while gate.is_open:
-            gate.observe(theta, PLAIN, together=together)
-            count += 1
-        return count
-
-    gate = DraftGate()
-    assert rounds(gate, 80.0) == -(-TRIAL // together)
-    assert wait(gate) == PAUSE
-    assert rounds(gate, 99.0) == -(-TRIAL // together)
-    assert rounds(DraftGate(), 97.0) == -(-WINDOW // together)
-    # Of rounds that differ, their mean counts.
-    mixed = DraftGate()
-    for theta in (150.0, 60.0) * 20:
-        mixed.observe(theta, PLAIN, together=2)
-    assert mixed.is_open
-    assert mixed.mean_ratio == pytest.approx(1.05, abs=0.06)
-
-
-def test_the_next_request_starts_where_drafting_was_left() -> None:
-    closed, still_open = observed(*[50.0] * TRIAL), observed(*[120.0] * 40)
-    closed.unverified = 9
-    for _ in range(40):
-        closed.pass_plain_step()
-    successor = closed.successor()
-    assert (wait(successor), successor.is_trial, successor.unverified) == (PAUSE, True, 0)
-    assert still_open.successor() == DraftGate()

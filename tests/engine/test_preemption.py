@@ -11,7 +11,7 @@ import pytest
 from cases.harness import Runner, random_prompts, to_request, varied_cost
 from engine.test_captured import MODES, SAMPLINGS, open_one
 from sparkchat.engine.cost_table import CostLookup
-from sparkchat.engine.draft_gate import DraftGate
+from sparkchat.engine.outlook import Outlook
 from sparkchat.engine.slots import SetAside
 from sparkchat.models.dense import DenseModel
 from sparkchat.models.paged_cache import PagedCache
@@ -72,8 +72,8 @@ def lines_of(mode: str, sampling: str, count: int = 6, **more: Any) -> list[dict
 
 def counted(runner: Runner, lines: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], int]:
     """Results with their steps and without times, and how often somebody was set aside; afterwards nothing is held."""
-    # What a request starts with is left by the one before it.
-    runner.engine.pair.last_gate = DraftGate()
+    # What a request is planned by is left by those before it.
+    runner.engine.pair.outlook = Outlook()
     outcomes = runner.watch(lines)
     assert_nothing_is_held(runner)
     results = [{k: v for k, v in outcome.result.items() if k != "timing"} for outcome in outcomes]

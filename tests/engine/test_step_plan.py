@@ -10,6 +10,7 @@ import pytest
 
 from sparkchat.engine.cost_table import CostLookup
 from sparkchat.engine.lagged_lengths import choose_lagged
+from sparkchat.engine.outlook import Outlook
 from sparkchat.engine.request import RequestState
 from sparkchat.engine.step_plan import (
     REASON_DOES_NOT_PAY,
@@ -29,7 +30,7 @@ MODES = ("off", "static", "compact", "cap-accept")
 def pair(confidence: bool | None = True, cost: CostLookup | None = None) -> Any:
     drafter = None if confidence is None else SimpleNamespace(has_confidence=confidence)
     reason = None if drafter else "there is no drafter"
-    return SimpleNamespace(drafter=drafter, cost=cost, refinement=None, reason_off=reason)
+    return SimpleNamespace(drafter=drafter, cost=cost, refinement=None, reason_off=reason, outlook=Outlook())
 
 
 def cost(rng: random.Random) -> CostLookup:

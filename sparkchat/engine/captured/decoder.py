@@ -31,6 +31,7 @@ from sparkchat.engine.captured.step import CapturedStep
 from sparkchat.engine.captured.strangers import room_each, strangers
 from sparkchat.engine.captured.tiers import EXACT_WINDOWS, request_tiers, round_up, row_tiers
 from sparkchat.engine.correction import correction_of, learn, refined_record
+from sparkchat.engine.drafters import intend_all, learn_blocks
 from sparkchat.engine.lagged_lengths import BatchBudgets, choose_budgets, lengths_of
 from sparkchat.engine.lagged_plan import Budget
 from sparkchat.engine.laws import DAMAGED_DRAFTER, DAMAGED_MODEL
@@ -217,10 +218,8 @@ class CapturedDecoder:
     def _launch(self, states: Sequence[RequestState], default: Mode, flying: InFlight | None) -> InFlight:
         seats = self._seating.seat(states)
         foreseen = [self._take_foreseen(seat, default) for seat in seats]
-        intents = [
-            intend(seat.state, default, self._pair) if known is None else known.intent
-            for seat, known in zip(seats, foreseen, strict=True)
-        ]
+        intents = intend_all([s.state for s in seats], default, self._pair)
+        intents = [new if known is None else known.intent for new, known in zip(intents, foreseen, strict=True)]
         budgets = choose_budgets([s.state for s in seats], intents, [s.round for s in seats], self._pair)
         alone = {i: known.own for i, known in enumerate(foreseen) if known is not None and i in budgets.own}
         if alone:
@@ -249,7 +248,8 @@ class CapturedDecoder:
 
     def _foresee(self, seat: Seat, default: Mode) -> Foreseen:
         state = seat.state
-        intent = intend(state, default, self._pair)
+        drafts = None if state.is_reproducible else self._pair.outlook.is_open
+        intent = intend(state, default, self._pair, drafts)
         own = choose_budgets([state], [intent], [seat.round], self._pair).own.get(0)
         return Foreseen(seat.round, state.mode_override or default, state.sampling, intent, own)
 
@@ -352,6 +352,7 @@ class CapturedDecoder:
             self._seating.committed(seat)
             observe(state, intent, lengths)
             told.append((seat, intent, lengths, outcome, committed))
+        blocks: list[list[float]] = []
         for seat, intent, lengths, outcome, committed in told:
             state = seat.state
             correction = correction_of(state, self._pair)
@@ -361,6 +362,8 @@ class CapturedDecoder:
             events += step_event(
                 self._pair, state, intent, lengths, outcome.row, alive, committed, times, graph, correction, refined
             )
+            blocks.append(alive)
+        learn_blocks(self._pair, [seat.state for seat, *_ in told], blocks)
         if self._pair.refinement is not None and told:
             outcomes = [outcome for _, _, _, outcome, _ in told]
             learn(

@@ -1,0 +1,117 @@
+"""What drafters showed lately: survivals of the newest blocks by kind of sampling, fading.
+
+Kept by the engine, told of finished steps alone. Requests whose seed the user chose neither look at it nor add to it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+PRIOR = 0.75
+"""Chance of a draft of a drafter of which nothing is known; chats showed 0.74 to 0.77 at every position (paper,
+figure 2)."""
+_PRIOR_BLOCKS = 8
+"""As many blocks outweigh it."""
+_WINDOW = 32
+"""Blocks after which one counts for a third."""
+_LEAST, _MOST = 32, 128
+"""Blocks of a sample."""
+_FORGOTTEN = 0.01
+
+
+class RecentBlocks:
+    """Of each kind the steps in which blocks were seen, each with its weight; all weights of a kind are 1 together."""
+
+    def __init__(self) -> None:
+        self._steps: dict[str, deque[tuple[float, np.ndarray]]] = {}
+        self._seen: dict[str, int] = {}
+        self._means: dict[str, np.ndarray] = {}
+        self.version = 0
+        """Another number after every change."""
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._steps
+
+    def add(self, kind: str, rows: Sequence[Sequence[float]]) -> None:
+        """Blocks of one step, as survivals of their drafts: rows [n][g], g may differ."""
+        if kind not in self._steps:
+            self._steps[kind], self._seen[kind] = deque([(1.0, _prior(1))]), _PRIOR_BLOCKS
+        weight = max(1.0 - (1.0 - 1.0 / _WINDOW) ** len(rows), len(rows) / (self._seen[kind] + len(rows)))
+        kept = [(old * (1.0 - weight), blocks) for old, blocks in self._steps[kind]]
+        self._keep(kind, [*kept, (weight, _matrix(rows))], self._seen[kind] + len(rows))
+
+    def replace(self, kind: str, rows: Sequence[Sequence[float]]) -> None:
+        """Forget what was known of a kind: only these blocks count."""
+        self._keep(kind, [(1.0, _matrix(rows))], len(rows))
+
+    def _keep(self, kind: str, steps: Sequence[tuple[float, np.ndarray]], seen: int) -> None:
+        kept = [step for step in steps if step[0] >= _FORGOTTEN]
+        whole = sum(weight for weight, _ in kept)
+        # The kind told last is the last of the dictionary.
+        self._steps.pop(kind, None)
+        self._steps[kind] = deque((weight / whole, blocks) for weight, blocks in kept)
+        self._seen[kind], self.version = seen, self.version + 1
+        self._means.pop(kind, None)
+
+    def expected(self, kind: str, block: int) -> tuple[float, ...]:
+        """Mean survivals of a block of which nothing is known but its kind."""
+        if kind not in self._means or len(self._means[kind]) < block:
+            steps = self._of(kind)
+            self._means[kind] = sum((weight * _widened(b, block).mean(axis=0)[:block] for weight, b in steps), 0.0)
+            if kind not in self._steps:
+                return tuple(self._means.pop(kind).tolist())
+        return tuple(self._means[kind][:block].tolist())
+
+    def sample(self, kinds: Mapping[str, int], block: int, requests: int) -> np.ndarray:
+        """Blocks [m, g] as those of so many ``requests``, of these kinds by their numbers, will be like."""
+        whole = sum(kinds.values())
+        steps = [
+            (weight * count / whole, _widened(blocks, block)[:, :block])
+            for kind, count in kinds.items()
+            for weight, blocks in self._of(kind)
+        ]
+        return _drawn(steps, min(max(requests, _LEAST), _MOST))
+
+    def _of(self, kind: str) -> Sequence[tuple[float, np.ndarray]]:
+        """Of a kind of which nothing is known: what was told last of any other."""
+        found = self._steps.get(kind) or next(reversed(self._steps.values()), None)
+        return found or [(1.0, _prior(1))]
+
+
+def sample_of(rows: Sequence[Sequence[float]], block: int) -> np.ndarray:
+    """These blocks alone [n, g]."""
+    return _widened(_matrix(rows), block)[:, :block]
+
+
+def _drawn(steps: Sequence[tuple[float, np.ndarray]], size: int) -> np.ndarray:
+    """``size`` blocks, evenly by weight."""
+    ends = np.cumsum([weight for weight, _ in steps])
+    places = (np.arange(size) + 0.5) / size * ends[-1]
+    owners = np.searchsorted(ends, places, side="right").clip(max=len(steps) - 1)
+    blocks = []
+    for owner in np.unique(owners):
+        weight, found = steps[owner]
+        share = (places[owners == owner] - (ends[owner] - weight)) / weight
+        blocks.append(found[(share * len(found)).astype(int).clip(0, len(found) - 1)])
+    return np.concatenate(blocks)
+
+
+def _prior(width: int) -> np.ndarray:
+    return np.cumprod(np.full((1, width), PRIOR), axis=1)
+
+
+def _matrix(rows: Sequence[Sequence[float]]) -> np.ndarray:
+    width = max(len(row) for row in rows)
+    if all(len(row) == width for row in rows):
+        return np.array(rows, dtype=np.float64)
+    return np.concatenate([_widened(np.array([row], dtype=np.float64), width) for row in rows])
+
+
+def _widened(blocks: np.ndarray, width: int) -> np.ndarray:
+    """Shorter blocks go on as one does of which nothing is known."""
+    more = width - blocks.shape[1]
+    return blocks if more <= 0 else np.concatenate([blocks, blocks[:, -1:] * _prior(more)], axis=1)
