@@ -46,10 +46,8 @@ def test_every_arm_is_timed_at_every_concurrency(mix_folders: dict[str, Path], t
         assert row["tokens_per_second"] > 0
         assert row["speed_up"] > 0
         assert (row["acceptance_length"] > 1.5) == (row["arm"] != "off")
-        assert (row["step_time_error"] is not None) == (row["arm"] in ("compact", "cap-accept"))
-    assert {(found["requests"], found["arm"]) for found in report["step_times"]} == {
-        (n, arm) for n in (1, 2) for arm in ("compact", "cap-accept")
-    }
+        assert (row["step_time_error"] is not None) == (row["arm"] == "compact")
+    assert {(found["requests"], found["arm"]) for found in report["step_times"]} == {(1, "compact"), (2, "compact")}
     assert report["tokens_by"] == "drawn"
     assert (report["cost_table"]["source"], report["cost_table"]["rows"]) == ("profile", [1, 6, 12])
     assert [(bar["concurrency"], bar["fixed_arms"]) for bar in report["bars"]] == [
