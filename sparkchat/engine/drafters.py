@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from sparkchat.engine.outlook import Company
+from sparkchat.engine.outlook import FEW, Company
 from sparkchat.engine.pair import LoadedPair
 from sparkchat.engine.request import RequestState
 from sparkchat.engine.step_plan import StepIntent, costs_of, intend, plain_theta, standing_mode
 from sparkchat.params import Mode
-from sparkchat.sampling_kind import sampling_kind
 
 
 def intend_all(states: Sequence[RequestState], default: Mode, pair: LoadedPair) -> list[StepIntent]:
@@ -39,7 +38,7 @@ def learn_blocks(pair: LoadedPair, states: Sequence[RequestState], survivals: Se
     blocks: dict[str, list[Sequence[float]]] = {}
     for state, alive in zip(states, survivals, strict=True):
         if alive and not state.is_reproducible:
-            blocks.setdefault(sampling_kind(state.sampling), []).append(alive)
+            blocks.setdefault(state.kind, []).append(alive)
     if blocks:
         pair.outlook.learn(blocks)
 
@@ -69,17 +68,24 @@ def _company(
     rows = len(others) + sum(others[i].draft_len for i in busy)
     tokens = float(len(others))
     for i in busy:
-        tokens += sum(pair.outlook.recent.expected(sampling_kind(states[i].sampling), others[i].draft_len))
+        tokens += sum(pair.outlook.recent.expected(states[i].kind, others[i].draft_len))
+    first = len(sharing) + rows
     if busy:
         beside = costs_of(states, pair, drafting=drafting(busy))
         assert beside is not None
-        plain = 1000.0 * (len(sharing) + tokens) / beside.step_ms(len(sharing) + rows)
+        plain = 1000.0 * (len(sharing) + tokens) / beside.step_ms(first)
+    loss = 0.0
+    if not pair.outlook.is_open:
+        trial = costs_of(states, pair, drafting=drafting([*sharing[:FEW], *busy]))
+        assert trial is not None
+        loss = max(0.0, trial.step_ms(first) * plain / (1000.0 * (len(sharing) + tokens)) - 1.0)
     return Company(
-        kinds=Counter(sampling_kind(states[i].sampling) for i in sharing),
+        kinds=Counter(states[i].kind for i in sharing),
         block=max(states[i].block_size for i in sharing),
         cost=cost,
         plain_theta=plain,
         is_lagged=pair.is_lagged,
+        trial_loss=loss,
         others=rows,
         others_tokens=tokens,
     )

@@ -22,7 +22,6 @@ from sparkchat.engine.step_plan import (
     plain_ms,
     plain_theta,
 )
-from sparkchat.sampling_kind import sampling_kind
 
 
 @dataclass(frozen=True)
@@ -97,7 +96,7 @@ def _stale(state: RequestState, round_: int, block: int, back: int, pair: Loaded
     this engine saw; one whose seed was chosen must not look at others, and counts as certain."""
     if state.is_reproducible or state.stale.is_known(round_) or not block:
         return state.stale.before(round_, block, back)
-    return pair.outlook.recent.expected(sampling_kind(state.sampling), block)
+    return pair.outlook.recent.expected(state.kind, block)
 
 
 def choose_lagged(

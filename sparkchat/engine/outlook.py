@@ -32,6 +32,9 @@ ENOUGH = 24
 """Blocks of a trial that won so far: so many may end the pause."""
 PAUSE, LONGEST_PAUSE = 48, 768
 """Plain steps before the first trial; twice as many before each further one that loses."""
+TRIAL_SHARE = 0.001
+"""Of the time: pauses grow no further once trials take less. Where eight requests of 256 draft for one step, every 130
+steps are enough; of one request alone whole rounds are tried, which must be rarer."""
 _PATIENCE = 4
 """Plain steps that a trial waits for its blocks: of a request that ended there may be none."""
 _REFRESH = 16
@@ -71,6 +74,8 @@ class Company:
     plain_theta: float
     """Tokens per second of the step when they do not."""
     is_lagged: bool
+    trial_loss: float = 0.0
+    """By how much a step is longer in which ``FEW`` of them draft, in plain steps."""
     others: int = 0
     """Rows of other requests in the same step."""
     others_tokens: float = 0.0
@@ -78,6 +83,11 @@ class Company:
     @property
     def count(self) -> int:
         return sum(self.kinds.values())
+
+    @property
+    def longest_pause(self) -> int:
+        steps = -(-FEW // min(FEW, self.count))
+        return max(PAUSE, min(LONGEST_PAUSE, round(steps * self.trial_loss / TRIAL_SHARE)))
 
     def ratio(self, blocks: np.ndarray) -> float:
         """Tokens per second when they draft blocks like these, over those when they do not."""
@@ -151,7 +161,7 @@ class Outlook:
         assert trial is not None
         if company.ratio(sample_of(list(chain.from_iterable(trial.rows.values())), company.block)) < 1.0:
             self._end_trial()
-            self._idle, self._pause = 0, min(2 * self._pause, LONGEST_PAUSE)
+            self._idle, self._pause = 0, min(2 * self._pause, company.longest_pause)
         elif trial.seen >= ENOUGH:
             for kind, rows in trial.rows.items():
                 self.recent.replace(kind, rows)

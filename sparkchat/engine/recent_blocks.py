@@ -89,15 +89,11 @@ def sample_of(rows: Sequence[Sequence[float]], block: int) -> np.ndarray:
 
 def _drawn(steps: Sequence[tuple[float, np.ndarray]], size: int) -> np.ndarray:
     """``size`` blocks, evenly by weight."""
-    ends = np.cumsum([weight for weight, _ in steps])
+    blocks = np.concatenate([found for _, found in steps])
+    lengths = [len(found) for _, found in steps]
+    ends = np.cumsum(np.repeat([weight / n for (weight, _), n in zip(steps, lengths, strict=True)], lengths))
     places = (np.arange(size) + 0.5) / size * ends[-1]
-    owners = np.searchsorted(ends, places, side="right").clip(max=len(steps) - 1)
-    blocks = []
-    for owner in np.unique(owners):
-        weight, found = steps[owner]
-        share = (places[owners == owner] - (ends[owner] - weight)) / weight
-        blocks.append(found[(share * len(found)).astype(int).clip(0, len(found) - 1)])
-    return np.concatenate(blocks)
+    return blocks[np.searchsorted(ends, places).clip(max=len(blocks) - 1)]
 
 
 def _prior(width: int) -> np.ndarray:

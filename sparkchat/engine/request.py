@@ -12,6 +12,7 @@ from sparkchat.engine.lagged_plan import StaleSurvival
 from sparkchat.engine.sampling import is_greedy
 from sparkchat.engine.statistics import SpeculationStatistics
 from sparkchat.params import DraftTemperature, GenerateRequest, Mode, SamplingParams
+from sparkchat.sampling_kind import sampling_kind
 
 
 @dataclass
@@ -63,6 +64,7 @@ class RequestState:
     submitted_ns: int = field(default_factory=time.monotonic_ns)
     first_token_ns: int | None = None
     last_token_ns: int | None = None
+    _kind: tuple[SamplingParams | None, str] = (None, "")
 
     @property
     def id(self) -> str:
@@ -71,6 +73,13 @@ class RequestState:
     @property
     def sampling(self) -> SamplingParams:
         return self.request.sampling
+
+    @property
+    def kind(self) -> str:
+        """Of its sampling; as many requests as decode together are asked for it in every step."""
+        if self._kind[0] is not self.sampling:
+            self._kind = (self.sampling, sampling_kind(self.sampling))
+        return self._kind[1]
 
     @property
     def is_greedy(self) -> bool:

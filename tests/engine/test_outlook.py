@@ -1,0 +1,265 @@
+"""Whether drafting pays is settled for all requests of a step by what was seen lately; finding out costs little."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from engine.chains import VOCAB, WIDTH, Chain, cliffed_cost
+from engine.many_requests import BLOCK, Served, h200_costs, pair_of, profile, state_of
+from sparkchat.engine.cost_table import CostLookup
+from sparkchat.engine.drafters import intend_all, learn_blocks
+from sparkchat.engine.drafting_forecast import forecast_theta
+from sparkchat.engine.lagged_lengths import choose_budgets
+from sparkchat.engine.lagged_plan import admit, choose_budget
+from sparkchat.engine.outlook import ENOUGH, FEW, LONGEST_PAUSE, PAUSE, Company, Outlook
+from sparkchat.engine.planner import plan
+from sparkchat.engine.recent_blocks import RecentBlocks
+from sparkchat.engine.step_plan import REASON_DOES_NOT_PAY
+from sparkchat.params import CostTable
+
+COSTS = h200_costs()
+
+
+def survivals(chance: float, block: int = BLOCK) -> list[float]:
+    return [chance ** (k + 1) for k in range(block)]
+
+
+def step(pair: Any, states: Sequence[Any], chance: float) -> list[int]:
+    """Which requests drafted; their blocks are told at once, as the reference loop does."""
+    intents = intend_all(states, "compact", pair)
+    learn_blocks(pair, states, [survivals(chance)[: intent.draft_len] for intent in intents])
+    return [i for i, intent in enumerate(intents) if intent.draft_len]
+
+
+# Worth
+
+
+@pytest.mark.parametrize("requests", [1, 8, 32, 64, 112, 128, 256])
+def test_compact_is_worth_the_best_fixed_length_by_costs_measured_on_an_h200(requests: int) -> None:
+    """Of chats with answers of 64 tokens, plain decoding among the lengths; from a start where nothing is known."""
+    count = max(100, 400 // requests)
+    served = [
+        Served(pair_of(COSTS), profile("chat"), requests, answer=64, fixed=length).steps(count).speed
+        for length in (0, 3, 4, 5, 6, 7)
+    ]
+    compact = Served(pair_of(COSTS), profile("chat"), requests, answer=64).steps(count)
+    assert compact.speed >= 0.99 * max(served)
+    if requests >= 128:
+        # One trial at the start, one or two more behind longer and longer pauses.
+        assert sum(compact.drafting) <= 4 * ENOUGH
+    if requests == 64:
+        assert compact.speed >= 1.05 * max(served)
+
+
+def test_fewer_requests_draft_again_at_once() -> None:
+    served = Served(pair_of(COSTS), profile("chat"), 256, answer=400).steps(60)
+    assert served.drafting[-1] == 0
+    served.requests = 16
+    served.steps(4)
+    assert served.drafting[-1] == 16
+
+
+def test_easier_text_is_noticed_by_a_trial_of_few() -> None:
+    served = Served(pair_of(COSTS), profile(0.4), 128, answer=400).steps(300)
+    assert set(served.drafting) == {0, FEW}
+    longest = 150  # a thousandth of the time: see TRIAL_SHARE
+    served.acceptance = profile("math")
+    served.steps(longest + 20)
+    assert served.drafting[-1] > 120  # not those with one token left
+
+
+# Which requests draft
+
+
+def test_a_request_begins_as_those_before_it_went_on() -> None:
+    pair = pair_of(COSTS)
+    crowd = [state_of(64) for _ in range(256)]
+    assert step(pair, crowd, 0.7) == list(range(FEW))  # nothing is known: eight of them find out
+    for _ in range(10):
+        assert step(pair, crowd, 0.7) == []
+    fresh = [state_of(64) for _ in range(256)]
+    intents = intend_all(fresh, "compact", pair)
+    assert {(intent.draft_len, intent.fallback) for intent in intents} == {(0, REASON_DOES_NOT_PAY)}
+    assert step(pair, fresh[:8], 0.7) == list(range(8))
+
+
+def test_a_block_of_which_nothing_is_known_is_planned_as_those_of_others() -> None:
+    pair = pair_of(COSTS)
+    learn_blocks(pair, [state_of(64) for _ in range(64)], [survivals(0.3)] * 64)
+    states = [state_of(64) for _ in range(64)]
+    intents = intend_all(states, "compact", pair_of(COSTS))
+    known = choose_budgets(states, intents, [0] * 64, pair).shared
+    unknown = choose_budgets(states, intents, [0] * 64, pair_of(COSTS)).shared
+    assert known is not None and unknown is not None
+    assert known.drafts < unknown.drafts < 64 * BLOCK
+
+
+def test_requests_with_a_seed_of_their_own_neither_look_nor_tell() -> None:
+    pair = pair_of(COSTS)
+    crowd = [state_of(64) for _ in range(255)]
+    mine = state_of(64, seed=3, temperature=1.0)
+    assert step(pair, [mine, *crowd], 0.5) == list(range(1 + FEW))
+    version, kinds = pair.outlook.recent.version, set(pair.outlook.recent._steps)
+    for _ in range(10):
+        assert step(pair, [mine, *crowd], 0.5) == [0]
+    assert kinds <= {"greedy"}
+    assert pair.outlook.recent.version - version <= 1
+    # Its budget is that of a request alone, which counts drafts of which nothing is known as certain.
+    intents = intend_all([mine, *crowd], "compact", pair)
+    among = choose_budgets([mine, *crowd], intents, [0] * 256, pair).own[0]
+    assert among == choose_budgets([mine], intents[:1], [0], pair_of(COSTS)).own[0]
+
+
+def test_requests_beside_those_that_are_asked_about_count_in_the_costs() -> None:
+    """Drafting pays for thirty-two, but not in steps of all."""
+    pair = pair_of(COSTS)
+    learn_blocks(pair, [state_of(64) for _ in range(256)], [survivals(0.6)] * 256)
+    mine = [state_of(64) for _ in range(32)]
+    assert step(pair, mine, 0.6) == list(range(32))
+    others = [state_of(64) for _ in range(200)]
+    for other in others:
+        other.mode_override = "off"
+    assert step(pair, [*mine, *others], 0.6) == []
+
+
+def test_where_plain_steps_were_not_measured_all_draft() -> None:
+    table = CostLookup(CostTable((1, 2, 300), (1.0, 2.0, 300.0)))
+    for cost in (table, None):
+        pair = pair_of(cost)
+        for _ in range(30):
+            assert step(pair, [state_of(64)] * 3, 0.01) == [0, 1, 2]
+
+
+# Trials
+
+
+def test_trials_are_rarer_the_more_they_cost() -> None:
+    def pauses(requests: int) -> list[int]:
+        pair, found, plain = pair_of(COSTS), [], 0
+        states = [state_of(1 << 19) for _ in range(requests)]
+        for _ in range(3000 if requests == 1 else 500):
+            if step(pair, states, 0.01):
+                found += [plain] if plain else []
+                plain = 0
+            else:
+                plain += 1
+        return found
+
+    alone, among = pauses(1), pauses(256)
+    assert alone[:4] == [48, 96, 192, 384]
+    assert max(alone) == LONGEST_PAUSE
+    assert PAUSE < max(among) < 200
+
+
+def test_a_trial_that_waits_in_vain_goes_on() -> None:
+    """Those who tried ended before their blocks were read."""
+    outlook, asked = Outlook(), []
+    company = Company({"greedy": 256}, BLOCK, COSTS.at(256), 1e9, True)
+    for _ in range(12):
+        asked.append(outlook.admit((), 256, lambda: company))
+    assert asked.count(FEW) >= 2
+    assert sum(asked) <= 12 * FEW // 3
+
+
+@pytest.mark.parametrize("requests", [1, 64])
+def test_one_good_block_does_not_end_a_pause(requests: int) -> None:
+    pair = pair_of(COSTS)
+    states = [state_of(1 << 19) for _ in range(requests)]
+    source = random.Random(1)
+    while step(pair, states, 0.02):
+        pass
+    seen = 0
+    for _ in range(1000):
+        seen += len(step(pair, states, 0.9 if requests == 1 and source.random() < 0.04 else 0.02))
+        assert not pair.outlook.is_open
+    assert seen
+
+
+# What was seen
+
+
+def test_a_sample_follows_what_is_drafted_and_fades_by_blocks() -> None:
+    recent = RecentBlocks()
+    before = recent.expected("warm", 3)
+    recent.add("warm", [[0.1, 0.0, 0.0]])
+    assert 0.5 * before[0] < recent.expected("warm", 3)[0] < before[0]  # one block says little
+    for _ in range(100):
+        recent.add("warm", [[0.1, 0.05, 0.0]])
+    assert recent.expected("warm", 3) == pytest.approx((0.1, 0.05, 0.0), abs=0.03)
+    recent.add("warm", [[0.9, 0.8, 0.7]] * 256)
+    assert recent.expected("warm", 3) == pytest.approx((0.9, 0.8, 0.7), abs=0.01)
+    # Another kind is not this one, until it is known itself.
+    assert recent.expected("hot", 3) == recent.expected("warm", 3)
+    recent.add("hot", [[0.2, 0.1, 0.1]] * 256)
+    assert recent.expected("hot", 1)[0] < 0.3 < recent.expected("warm", 1)[0]
+    mixed = recent.sample({"hot": 1, "warm": 1}, 3, 100).mean(axis=0)
+    assert mixed[0] == pytest.approx(0.55, abs=0.05)
+
+
+def test_blocks_of_different_lengths_make_one_sample() -> None:
+    recent = RecentBlocks()
+    recent.replace("greedy", [[0.8], [0.8, 0.6, 0.4]])
+    found = recent.sample({"greedy": 1}, 5, 2)
+    assert found.shape[1] == 5
+    assert (found[:, 1:] <= found[:, :-1]).all()
+    assert recent.expected("greedy", 1) == pytest.approx((0.8,))
+
+
+@pytest.mark.parametrize("requests", [1, 4, 32])
+def test_a_forecast_is_what_the_planner_will_choose(requests: int) -> None:
+    recent, source = RecentBlocks(), random.Random(4)
+    rows = [[a * b for b in survivals(0.9)] for a in (source.random() for _ in range(32))]
+    recent.replace("greedy", rows)
+    blocks, cost = recent.sample({"greedy": requests}, BLOCK, requests), COSTS.at(requests)
+    groups = [blocks[i :: 32 // requests].tolist() for i in range(32 // requests)]
+    lagged = choose_budget(groups[0], cost, older=groups[1:]).predicted_theta
+    assert forecast_theta(blocks, requests, cost, is_lagged=True) == pytest.approx(lagged)
+    plans = [plan(group, [BLOCK] * requests, cost) for group in groups]
+    tokens = sum(p.predicted_theta * p.predicted_ms for p in plans)  # type: ignore[operator]
+    early = tokens / sum(p.predicted_ms for p in plans)  # type: ignore[misc]
+    assert forecast_theta(blocks, requests, cost, is_lagged=False) == pytest.approx(early)
+
+
+# The law
+
+
+def law_of_two_rounds(source: random.Random, is_late: bool) -> float:
+    """Distance of the joint law of two rounds from the targets', by enumeration: whether the second round drafts, and
+    by which budget, follows from the first. ``is_late`` False: from its own drafts, the mistake."""
+    first, second, cost = Chain(source), Chain(source), cliffed_cost(source, 1)
+    blocks = list(itertools.product(range(VOCAB), repeat=WIDTH))
+    plain_theta = source.uniform(0.9, 1.3) * 1000.0 / cost.step_ms(1)
+
+    def length(chain: Chain, drawn: tuple[int, int], shown: Sequence[float]) -> int:
+        recent = RecentBlocks()
+        recent.replace("hot", [shown])
+        if forecast_theta(recent.sample({"hot": 1}, WIDTH, 1), 1, cost.at(1), is_lagged=True) < plain_theta:
+            return 0
+        budget = choose_budget([recent.expected("hot", WIDTH)], cost.at(1))
+        return admit([chain.survival(drawn)], [WIDTH], budget.drafts)[0]
+
+    joint = torch.zeros((VOCAB,) * 4, dtype=torch.float64)
+    for drawn in blocks:
+        shown = first.survival(drawn)
+        before = first.block_law(drawn) * first.output_law(drawn, WIDTH)
+        for other in blocks:
+            after = second.output_law(other, length(second, other, shown if is_late else second.survival(other)))
+            joint += torch.einsum("ab,cd->abcd", before, second.block_law(other) * after)
+    wanted = torch.einsum("ab,cd->abcd", first.target_law(), second.target_law())
+    return float((joint - wanted).abs().sum()) / 2
+
+
+def test_pausing_by_blocks_of_the_past_keeps_the_law_by_enumeration() -> None:
+    source = random.Random(6)
+    assert max(law_of_two_rounds(source, is_late=True) for _ in range(60)) < 1e-12
+
+
+def test_pausing_by_the_block_itself_would_be_noticed() -> None:
+    source = random.Random(6)
+    assert max(law_of_two_rounds(source, is_late=False) for _ in range(60)) > 0.01
