@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from cases.harness import open_runner, random_prompts
 from engine.chains import VOCAB, WIDTH, Chain, cliffed_cost
 from engine.many_requests import BLOCK, Served, h200_costs, pair_of, profile, state_of
 from sparkchat.engine.cost_table import CostLookup
@@ -21,7 +22,7 @@ from sparkchat.engine.outlook import ENOUGH, FEW, LONGEST_PAUSE, PAUSE, Company,
 from sparkchat.engine.planner import plan
 from sparkchat.engine.recent_blocks import RecentBlocks
 from sparkchat.engine.step_plan import REASON_DOES_NOT_PAY
-from sparkchat.params import CostTable
+from sparkchat.params import BatchCosts, CostTable
 
 COSTS = h200_costs()
 
@@ -263,3 +264,48 @@ def test_pausing_by_blocks_of_the_past_keeps_the_law_by_enumeration() -> None:
 def test_pausing_by_the_block_itself_would_be_noticed() -> None:
     source = random.Random(6)
     assert max(law_of_two_rounds(source, is_late=False) for _ in range(60)) > 0.01
+
+
+# In the engine
+
+
+CROWD = 12
+BY_CROWD = CostTable(
+    (1, 6),
+    (1.0, 1.01),
+    "measured",
+    1.0,
+    (
+        BatchCosts(1, (1, 6), (1.0, 1.01), 1.0),
+        BatchCosts(2, (2, 12), (1.0, 1.02), 1.0),
+        BatchCosts(CROWD, (CROWD, 6 * CROWD), (20.0, 60.0), 1.5),
+    ),
+    False,
+)
+"""Alone drafting costs nothing; among twelve it takes more than it can bring."""
+
+
+@pytest.mark.parametrize("graphs", [None, True])
+def test_requests_of_an_engine_begin_paused_among_many_and_draft_alone(graphs: bool | None, tiny_pair: Any) -> None:
+    runner = open_runner(
+        tiny_pair.target, tiny_pair.drafter, cost=BY_CROWD, concurrency=CROWD, context=200, graphs=graphs
+    )
+    prompts = random_prompts(CROWD, 20, seed=3)
+    shared: dict[str, Any] = {"mode": "compact", "max_tokens": 12, "ignore_eos": True}
+    lines = [{"prompt_ids": prompt, **shared} for prompt in prompts]
+    plain = runner.ids([{**line, "mode": "off"} for line in lines])
+    for _ in range(2):
+        outcomes = runner.watch(lines)
+        assert [outcome.ids for outcome in outcomes] == plain
+    # The second crowd knows what the first found out: nobody drafts, from the first step on, while all decode.
+    together = [outcome.steps[0] for outcome in outcomes]
+    assert {(step["fallback"], len(step["draft_ids"])) for step in together} == {(REASON_DOES_NOT_PAY, 0)}
+    (alone,) = runner.watch(lines[:1])
+    assert alone.ids == plain[0]
+    assert all(step["draft_ids"] for step in alone.steps[:-1])
+    # A seed of one's own is a plan of one's own, whatever the crowd does.
+    mine = {**lines[0], "temperature": 1.0, "seed": 5}
+    (before,) = runner.watch([mine])
+    among = runner.watch([mine, *lines[1:]])[0]
+    for name in ("committed_ids", "draft_ids", "verify_len", "fallback"):
+        assert [step[name] for step in among.steps] == [step[name] for step in before.steps]

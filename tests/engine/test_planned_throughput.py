@@ -9,13 +9,14 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 
 from sparkchat.engine.captured.tiers import row_tiers
 from sparkchat.engine.cost_table import CostLookup, StepCosts, table_of
-from sparkchat.engine.draft_gate import DraftGate
 from sparkchat.engine.lagged_plan import LAG, admit, choose_budget, past_blocks
+from sparkchat.engine.outlook import Company, Outlook
 from sparkchat.engine.planner import plan
 from sparkchat.params import BatchCosts
 
@@ -101,7 +102,11 @@ def speeds(machine: Machine, requests: int, mean: float, steps: int, answers: in
 
 def answer(machine: Machine, requests: int, mean: float, steps: int, seed: int, totals: dict[str, Total]) -> None:
     cost, block = machine.costs().at(requests), machine.block
-    rounds, gates = Rounds(requests, mean, block, seed), {"sync": DraftGate(), "lagged": DraftGate()}
+    plain_theta = 1000.0 * requests / (cost.plain_ms or 1.0)
+    rounds, outlooks = Rounds(requests, mean, block, seed), {"sync": Outlook(), "lagged": Outlook()}
+    companies = {
+        name: Company({"hot": requests}, block, cost, plain_theta, is_lagged=name == "lagged") for name in outlooks
+    }
     past = [rounds.next() for _ in range(LAG)]
     for _ in range(steps):
         alive = rounds.next()
@@ -109,27 +114,25 @@ def answer(machine: Machine, requests: int, mean: float, steps: int, seed: int, 
         for length in range(block + 1):
             totals[str(length)].add(alive, [length] * requests, cost.step_ms(requests * (length + 1)))
         for name, choose in (("sync", early_stop), ("lagged", lagged)):
-            if gates[name].is_open:
-                lens, theta = choose(alive, past, cost, block)
+            count = outlooks[name].admit((), requests, partial(companies.get, name))
+            if count:
+                lens = choose(alive[:count], past, cost, block) + [0] * (requests - count)
+                # Few that draft take as long as all here: a bound from above.
                 totals[name].add(alive, lens, cost.step_ms(requests + sum(lens)))
-                gates[name].observe(theta, 1000 * requests / (cost.plain_ms or 1.0))
+                outlooks[name].learn({"hot": alive[:count]})
             else:
                 totals[name].add(alive, [0] * requests, cost.plain_ms or 0.0)
-                gates[name].pass_plain_step()
         past.append(alive)
 
 
-def early_stop(alive: list[list[float]], _: object, cost: StepCosts, block: int) -> tuple[list[int], float]:
-    chosen = plan(alive, [block] * len(alive), cost)
-    return list(chosen.verify_lens), chosen.predicted_theta or 0.0
+def early_stop(alive: list[list[float]], _: object, cost: StepCosts, block: int) -> list[int]:
+    return list(plan(alive, [block] * len(alive), cost).verify_lens)
 
 
-def lagged(
-    alive: list[list[float]], past: list[list[list[float]]], cost: StepCosts, block: int
-) -> tuple[list[int], float]:
-    newest, *older = [past[max(0, len(past) - LAG - back)] for back in range(past_blocks(len(alive)))]
-    budget = choose_budget(newest, cost, older=older)
-    return admit(alive, [block] * len(alive), budget.drafts), budget.predicted_theta or 0.0
+def lagged(alive: list[list[float]], past: list[list[list[float]]], cost: StepCosts, block: int) -> list[int]:
+    count = len(alive)
+    newest, *older = [past[max(0, len(past) - LAG - back)][:count] for back in range(past_blocks(count))]
+    return admit(alive, [block] * count, choose_budget(newest, cost, older=older).drafts)
 
 
 @pytest.mark.parametrize("mean", [0.55, 0.75, 0.88])
