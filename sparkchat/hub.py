@@ -10,20 +10,20 @@ import fnmatch
 import json
 import os
 import re
+import sys
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
-from urllib.request import getproxies, proxy_bypass
 
 from huggingface_hub import HfApi, constants, get_token, hf_hub_url
 from huggingface_hub.errors import (
     EntryNotFoundError,
     GatedRepoError,
     HfHubHTTPError,
+    HFValidationError,
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
@@ -39,6 +39,7 @@ from sparkchat.headers import (
     read_gguf,
     safetensors_head,
 )
+from sparkchat.hub_access import what_to_check, why_no_client, without_password
 from sparkchat.paths import Paths
 from sparkchat.profile import HubSource
 from sparkchat.snapshot import (
@@ -61,6 +62,12 @@ ANSWER_SECONDS = 4.0
 
 # The base of every transport error of the HTTP library that huggingface_hub was built on, whichever that is.
 TransportError: type[Exception] = HfHubHTTPError.__mro__[1]
+# What that library raises at an address that is none, a class apart.
+InvalidAddress: type[Exception] = getattr(
+    sys.modules[TransportError.__module__.partition(".")[0]], "InvalidURL", TransportError
+)
+_NO_HUB = (ValueError, TypeError, LookupError, AttributeError)
+"""What the hub's client raises at an answer that it cannot read."""
 
 _TRIES = 4
 _ETAG = r"[A-Za-z0-9_-][A-Za-z0-9._-]*"
@@ -85,9 +92,12 @@ def reachability() -> str:
     if constants.HF_HUB_OFFLINE:
         return "not asked: HF_HUB_OFFLINE is set"
     try:
+        _open_client("anything")
         answer = _within(ANSWER_SECONDS, lambda: get_session().head(constants.ENDPOINT, timeout=ANSWER_SECONDS))
     except (TransportError, TimeoutError, OSError) as error:
         return f"{constants.ENDPOINT} does not answer ({_short(error)})"
+    except Unreachable as error:
+        return error.message
     return f"{constants.ENDPOINT} answers ({answer.status_code})"
 
 
@@ -248,6 +258,7 @@ def _asked(source: HubSource, token: str | None, ask: Callable[[], T]) -> T:
     """Run one request; try again when the hub is busy; say in plain words what went wrong."""
     if constants.HF_HUB_OFFLINE:
         raise Unreachable(f"hf:{source.repo} is not on this machine, and HF_HUB_OFFLINE is set; unset it to fetch")
+    _open_client(f"hf:{source.repo}")
     for number in range(_TRIES):
         try:
             return ask()
@@ -258,9 +269,25 @@ def _asked(source: HubSource, token: str | None, ask: Callable[[], T]) -> T:
             time.sleep(pause)
         except (TransportError, TimeoutError, OSError) as error:
             raise Unreachable(
-                f"the hub does not answer for hf:{source.repo} ({_short(error)}); check the network{_through_proxy()}"
+                f"the hub does not answer for hf:{source.repo} ({_short(error)}); {what_to_check(constants.ENDPOINT)}"
+            ) from None
+        except HFValidationError:
+            raise ModelNotFound(f"the hub allows no name like hf:{source.repo}; check the spelling") from None
+        except _NO_HUB:
+            raise Unreachable(
+                f"what answers for hf:{source.repo} at {without_password(constants.ENDPOINT)} is no hub: a login page "
+                f"of the network, or another server; {what_to_check(constants.ENDPOINT)} and HF_ENDPOINT"
             ) from None
     raise AssertionError("unreachable")
+
+
+def _open_client(name: str) -> None:
+    """Raises Unreachable where this machine's settings allow no request at all."""
+    try:
+        get_session()
+    except (*_NO_HUB, TransportError, InvalidAddress, ImportError, OSError) as error:
+        why = why_no_client(error, constants.ENDPOINT)
+        raise Unreachable(f"the hub cannot be asked for {name}: {why}") from None
 
 
 def _is_busy(error: HfHubHTTPError) -> bool:
@@ -278,14 +305,6 @@ def _read_seconds() -> float:
     return float(constants.HF_HUB_DOWNLOAD_TIMEOUT) if "HF_HUB_DOWNLOAD_TIMEOUT" in os.environ else 30.0
 
 
-def _through_proxy() -> str:
-    """Which proxy the request went through, without the password that its address may hold."""
-    proxy = getproxies().get(urlsplit(constants.ENDPOINT).scheme)
-    if proxy is None or proxy_bypass(urlsplit(constants.ENDPOINT).hostname or ""):
-        return ""
-    return f" and the proxy {urlsplit(proxy)._replace(netloc=urlsplit(proxy).netloc.rpartition('@')[2]).geturl()}"
-
-
 def _within(seconds: float, ask: Callable[[], T]) -> T:
     """Run a request in a thread: looking up a host name knows no timeout of its own."""
     box: list[Any] = []
@@ -293,7 +312,7 @@ def _within(seconds: float, ask: Callable[[], T]) -> T:
     def work() -> None:
         try:
             box.append((True, ask()))
-        except (HfHubHTTPError, TransportError, OSError, ValueError) as error:
+        except (*_NO_HUB, TransportError, OSError) as error:
             box.append((False, error))
 
     thread = threading.Thread(target=work, daemon=True)

