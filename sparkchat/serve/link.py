@@ -11,7 +11,7 @@ from sparkchat.errors import EngineCrash, SparkchatError, error_from_name
 from sparkchat.params import GenerateRequest, LoadSpec
 from sparkchat.serve.mailbox import Event, Mailbox
 from sparkchat.serve.metrics import Metrics
-from sparkchat.serve.problems import Problem, unavailable
+from sparkchat.serve.problems import Problem, bad_request, unavailable
 
 _RELOAD_SECONDS = 5
 """When a client may ask again while the engine is loading."""
@@ -66,10 +66,15 @@ class EngineLink:
         return None
 
     def submit(self, requests: Sequence[GenerateRequest]) -> Mailbox:
-        """Hand requests to the engine. Raises Problem when it takes none now, or when too many wait already."""
+        """Hand requests to the engine. Raises Problem when it takes none now, or not so many."""
         problem = self.problem()
         if problem is not None:
             raise problem
+        if len(requests) > self._limit:
+            raise bad_request(
+                f"{len(requests)} answers are asked for, and this server takes {self._limit} at a time; ask for fewer",
+                "n",
+            )
         if self.num_live + len(requests) > self._limit:
             raise Problem(
                 429,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import signal
 import socket
@@ -156,6 +157,7 @@ class _Service:
                 timeout_graceful_shutdown=int(_LAST_WORDS_SECONDS) + 1,
             )
         )
+        self._open_port()
         serving = asyncio.create_task(server.serve(sockets=[self._listener]))
         await _first(server.is_up.wait(), asyncio.shield(serving))
         self._say(f"{self._config.spec.name} is served at {self._url()}/v1 (ctrl+c ends it)")
@@ -167,6 +169,14 @@ class _Service:
         finally:
             server.should_exit = True
             await serving
+
+    def _open_port(self) -> None:
+        # Its connections inherit this, or a server that takes its place at once would find the port taken by them.
+        _share(self._listener)
+        try:
+            self._listener.listen(_BACKLOG)
+        except OSError as error:
+            raise _taken(*self._listener.getsockname()[:2], error) from None
 
     async def _finish(self, link: EngineLink) -> None:
         """No new answers; those that run get the grace period, or less when a second signal hurries."""
@@ -213,16 +223,31 @@ def _bind(host: str, port: int) -> socket.socket:
             f"--host {host} is no address of this machine; give 127.0.0.1, or one of its addresses"
         ) from None
     listener = socket.socket(family, kind, protocol)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind(address)
+        try:
+            # Alone: two servers that may share the address would both get it, as long as neither listens.
+            listener.bind(address)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            # What an earlier server left behind is waited for by the system, and may be shared.
+            _share(listener)
+            listener.bind(address)
     except OSError as error:
         listener.close()
-        raise SparkchatError(
-            f"{host} port {port} cannot be served on: {error.strerror}; give another --port, or --port 0 for a free one"
-        ) from None
+        raise _taken(host, port, error) from None
     listener.setblocking(False)
     return listener
+
+
+def _share(listener: socket.socket) -> None:
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+
+
+def _taken(host: str, port: int, error: OSError) -> SparkchatError:
+    return SparkchatError(
+        f"{host} port {port} cannot be served on: {error.strerror}; give another --port, or --port 0 for a free one"
+    )
 
 
 async def _first(*things: object) -> None:

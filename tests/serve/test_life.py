@@ -14,6 +14,8 @@ import pytest
 from serve.conftest import CONTEXT, HELLO
 from serve.served import Served, dechunked, events
 from sparkchat.cli.serve import without_key
+from sparkchat.errors import SparkchatError
+from sparkchat.serve.server import _bind, _share
 
 TEXT = "/v1/completions"
 LONG = {"prompt": "x", "max_tokens": 150, "ignore_eos": True, "mode": "off"}
@@ -22,6 +24,8 @@ Start = Callable[..., Served]
 
 def test_a_full_queue_is_a_429_and_a_second_signal_stops_answers_and_tells_their_clients(start: Start) -> None:
     served = start("--concurrency", "1", "--max-waiting", "1").ready()
+    status, answer = served.post(TEXT, {"prompt": "x", "n": 3})
+    assert (status, answer["error"]["param"]) == (400, "n"), "asking again later would never help"
     running = served.begin(TEXT, {**LONG, "max_tokens": CONTEXT - 1, "stream": True})
     assert b"200 OK" in running.recv(100)
     waiting = served.begin(TEXT, LONG)
@@ -86,6 +90,23 @@ def test_a_taken_port_is_said_before_the_model_is_loaded(start: Start) -> None:
         assert served.wait() == 1
     (line,) = served.lines
     assert "--port" in line
+
+
+def test_a_server_that_is_still_loading_holds_its_port() -> None:
+    with _bind("127.0.0.1", 0) as held, pytest.raises(SparkchatError, match="give another --port"):
+        _bind("127.0.0.1", held.getsockname()[1])
+
+
+def test_what_connections_of_an_ended_server_left_does_not_take_its_port() -> None:
+    with _bind("127.0.0.1", 0) as ended:
+        port = ended.getsockname()[1]
+        _share(ended)
+        ended.listen()
+        ended.setblocking(True)
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            ended.accept()[0].close()  # the side that closes first waits for stragglers
+            assert client.recv(1) == b""
+    _bind("127.0.0.1", port).close()
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.7"])
