@@ -119,10 +119,17 @@ def line_at(path: Path, file: BinaryIO, offset: int, number: int) -> TraceLine:
     return found
 
 
-def opened(path: Path) -> BinaryIO:
-    """The file for ``located_lines`` and ``line_at``. Raises UsageError when it is not there."""
+def opened(path: Path, *, again: bool = False) -> BinaryIO:
+    """The file for ``located_lines`` and ``line_at``. Raises UsageError when it is not there.
+
+    ``again``: lines will be read more than once, which a pipe cannot give.
+    """
     try:
-        return path.open("rb")
+        file = path.open("rb")
+        if again and not file.seekable():
+            file.close()
+            raise UsageError(f"trace {path} is a pipe, and this reads it more than once; write it to a file first")
+        return file
     except FileNotFoundError:
         raise UsageError(f"trace {path} is not there; give the name of a .spark.jsonl file") from None
     except OSError as error:

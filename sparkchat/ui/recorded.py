@@ -40,7 +40,7 @@ class Recording:
         self._offsets, self._numbers, self._seconds = array("Q"), array("Q"), array("d")
         self._steps, self._turns = array("Q"), array("Q")
         """Indices of the step lines and of the turn lines."""
-        with opened(self.path) as file:
+        with opened(self.path, again=True) as file:
             self._index(located_lines(self.path, file))
 
     def _index(self, lines: Iterator[tuple[int, TraceLine | DamagedLine]]) -> None:

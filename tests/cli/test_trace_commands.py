@@ -49,6 +49,22 @@ def test_convert_by_name_to_stdout_and_by_ending_to_a_file(main: Cli, session: P
         assert piped.code == 0 and piped.out == target.read_text("utf-8")
 
 
+@pytest.mark.parametrize(
+    ("command", "code"), [("summary", 0), ("convert --to csv", 0), ("convert --to html", 2), ("replay --plain", 2)]
+)
+def test_a_pipe_is_read_once_or_refused_before_anything_is_printed(
+    main: Cli, session: Path, command: str, code: int
+) -> None:
+    reading, writing = os.pipe()
+    with os.fdopen(writing, "wb") as pipe:
+        pipe.write(session.read_bytes())
+    word, *options = command.split()
+    done = main("trace", word, f"/dev/fd/{reading}", *options)
+    os.close(reading)
+    assert done.code == code
+    assert done.out if not code else not done.out and "is a pipe, and this reads it more than once" in done.error
+
+
 def test_convert_keeps_existing_files_unless_forced(main: Cli, session: Path, tmp_path: Path) -> None:
     target = tmp_path / "out.csv"
     target.write_text("old")

@@ -14,7 +14,7 @@ from sparkchat.trace.export import plot
 from sparkchat.trace.export.answers import RecordedAnswer, answers
 from sparkchat.trace.export.figures import Figures
 from sparkchat.trace.export.words import answer_numbers, one_line, shown, visible, without_text
-from sparkchat.trace.reader import Damage, read_lines
+from sparkchat.trace.reader import Damage, opened, read_lines
 
 MOST_CHARACTERS = 2_000_000
 """Of answers; a browser is slow with more."""
@@ -45,6 +45,7 @@ th:first-child, td:first-child {{ text-align: left; }}
 
 def write_report(trace: Path, write: Callable[[str], object], damage: Damage) -> list[str]:
     figures = Figures()
+    opened(trace, again=True).close()
     for line in read_lines(trace, damage):
         figures.add(line)
     data = figures.totals.to_json()
