@@ -11,11 +11,12 @@ from typing import Annotated, Any
 import typer
 
 from sparkchat import environment
+from sparkchat.catalog import profile_files
 from sparkchat.cli import arguments as a
 from sparkchat.cli.prepare import prepare
 from sparkchat.config import Color, Output, RunConfig
 from sparkchat.errors import UsageError
-from sparkchat.paths import typed_path
+from sparkchat.paths import typed_path, user_paths
 
 _MOST_PIPED = 64 << 20
 """Bytes of text on stdin; a device that never ends would fill the memory."""
@@ -86,7 +87,12 @@ def run(
 
 def _refuse_question_for_model(model: str | None) -> None:
     """The first word is MODEL, also where only a question was typed."""
-    if model is not None and " " in model and not os.path.exists(typed_path(model)):
+    if (
+        model is not None
+        and " " in model
+        and not os.path.exists(typed_path(model))
+        and model not in profile_files(user_paths())
+    ):
         raise UsageError(
             f"{model[:40]!r} stands where MODEL does; to ask it, type: sparkchat run smollm2-135m 'QUESTION'"
         )

@@ -137,6 +137,15 @@ def test_a_question_in_the_place_of_the_model_is_told(main: Cli, front: Front, s
     assert "'Name three rivers' stands where MODEL does" in done.error
 
 
+def test_a_profile_may_have_a_space_in_its_name(
+    main: Cli, front: Front, stdin: Put, model_folder: Path, profiles: Path
+) -> None:
+    stdin()
+    (profiles / "my mödel.toml").write_text(f'[model]\npath = "{model_folder}"\n')
+    done = main("run", "my mödel", "hello")
+    assert (done.code, front.prompt) == (0, "hello"), done.err
+
+
 def test_piped_bytes_that_are_not_text_are_refused(main: Cli, front: Front, stdin: Put, model_folder: Path) -> None:
     stdin(b"ab\xff")
     assert "not UTF-8 (byte 2)" in main("run", model_folder).error
