@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from sparkchat.engine.outlook import FEW, Company
+from sparkchat.engine.outlook import FEW, Company, Outlook
 from sparkchat.engine.pair import LoadedPair
 from sparkchat.engine.request import RequestState
 from sparkchat.engine.step_plan import StepIntent, costs_of, intend, plain_theta, standing_mode
 from sparkchat.params import Mode
 
 
-def intend_all(states: Sequence[RequestState], default: Mode, pair: LoadedPair) -> list[StepIntent]:
+def intend_all(
+    states: Sequence[RequestState], default: Mode, pair: LoadedPair, apart: str | None = None
+) -> list[StepIntent]:
     """The effective mode and draft length of every request for the coming step, in which these decode, in this order.
 
-    Call it once for each step: plain steps are counted.
+    Call it once for each step: plain steps are counted. ``apart``: why these decode in steps of their own, beside
+    captured ones; None for all others.
     """
     sharing = [i for i, state in enumerate(states) if _shares(state, default, pair)]
     if not sharing:
@@ -24,7 +27,8 @@ def intend_all(states: Sequence[RequestState], default: Mode, pair: LoadedPair) 
     others = {i: intend(state, default, pair) for i, state in enumerate(states) if i not in sharers}
     drafting = [i for i, intent in others.items() if intent.draft_len]
     key = (len(states), len(sharing), len(drafting), id(pair.cost))
-    count = pair.outlook.admit(key, len(sharing), lambda: _company(states, sharing, others, pair))
+    outlook = pair.outlook.of(apart)
+    count = outlook.admit(key, len(sharing), lambda: _company(states, sharing, others, pair, outlook))
     drafters = frozenset(sharing[:count])
     return [
         others[i] if i in others else intend(state, default, pair, drafts=i in drafters)
@@ -32,15 +36,20 @@ def intend_all(states: Sequence[RequestState], default: Mode, pair: LoadedPair) 
     ]
 
 
-def learn_blocks(pair: LoadedPair, states: Sequence[RequestState], survivals: Sequence[Sequence[float]]) -> None:
+def learn_blocks(
+    pair: LoadedPair,
+    states: Sequence[RequestState],
+    survivals: Sequence[Sequence[float]],
+    apart: str | None = None,
+) -> None:
     """Tell the engine's outlook of the blocks of a finished step: survivals of each request, none where it drafted
-    nothing."""
+    nothing. ``apart``: as of ``intend_all``."""
     blocks: dict[str, list[Sequence[float]]] = {}
     for state, alive in zip(states, survivals, strict=True):
         if alive and not state.is_reproducible:
             blocks.setdefault(state.kind, []).append(alive)
     if blocks:
-        pair.outlook.learn(blocks)
+        pair.outlook.of(apart).learn(blocks)
 
 
 def _shares(state: RequestState, default: Mode, pair: LoadedPair) -> bool:
@@ -51,7 +60,11 @@ def _shares(state: RequestState, default: Mode, pair: LoadedPair) -> bool:
 
 
 def _company(
-    states: Sequence[RequestState], sharing: Sequence[int], others: dict[int, StepIntent], pair: LoadedPair
+    states: Sequence[RequestState],
+    sharing: Sequence[int],
+    others: dict[int, StepIntent],
+    pair: LoadedPair,
+    outlook: Outlook,
 ) -> Company | None:
     """None where no plain step was measured."""
     busy = [i for i, intent in others.items() if intent.draft_len]
@@ -68,14 +81,14 @@ def _company(
     rows = len(others) + sum(others[i].draft_len for i in busy)
     tokens = float(len(others))
     for i in busy:
-        tokens += sum(pair.outlook.recent.expected(states[i].kind, others[i].draft_len))
+        tokens += sum(outlook.recent.expected(states[i].kind, others[i].draft_len))
     first = len(sharing) + rows
     if busy:
         beside = costs_of(states, pair, drafting=drafting(busy))
         assert beside is not None
         plain = 1000.0 * (len(sharing) + tokens) / beside.step_ms(first)
     loss = 0.0
-    if not pair.outlook.is_open:
+    if not outlook.is_open:
         trial = costs_of(states, pair, drafting=drafting([*sharing[:FEW], *busy]))
         assert trial is not None
         loss = max(0.0, trial.step_ms(first) * plain / (1000.0 * (len(sharing) + tokens)) - 1.0)

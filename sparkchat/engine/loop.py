@@ -43,11 +43,12 @@ def decode_step(
     """One step for every request of the batch; returns their delta and step events in order.
 
     ``choose`` settles the verify lengths in the place of the pair's own planner; ``graph`` is what the step records say
-    about captured steps.
+    about captured steps, with the ``reason`` why these requests take none.
     """
     choose = choose or (choose_lagged if pair.is_lagged else choose_lengths)
     clock = StepClock(pair.device)
-    intents = intend_all(states, default, pair)
+    apart = None if graph is None else graph.get("reason")
+    intents = intend_all(states, default, pair, apart)
     draft = propose(pair, states, [intent.draft_len for intent in intents])
     clock.lap("draft_ms")
     corrections = [correction_of(state, pair) for state in states]
@@ -62,7 +63,7 @@ def decode_step(
         pair, states, intents, lengths, draft, accepted, features, starts, calibrated, target, clock, graph
     )
     clock.end(events)
-    learn_blocks(pair, states, alive)
+    learn_blocks(pair, states, alive, apart)
     _learn(pair, states, intents, lengths, draft, accepted, clock)
     return events
 

@@ -98,8 +98,9 @@ class Company:
 class Outlook:
     """One for an engine. Told of finished blocks by ``learn``; asked before each step by ``admit``."""
 
-    def __init__(self) -> None:
-        self.recent = RecentBlocks()
+    def __init__(self, recent: RecentBlocks | None = None) -> None:
+        self.recent = RecentBlocks() if recent is None else recent
+        self._apart: dict[str, Outlook] = {}
         self.is_open = True
         """Whether all drafted in the last step that was asked about."""
         self._idle, self._pause = PAUSE, PAUSE
@@ -112,6 +113,12 @@ class Outlook:
     def ratio(self) -> float:
         """As it was found last."""
         return self._ratio
+
+    def of(self, apart: str | None) -> Outlook:
+        """This one; or that of requests which decode apart for some reason, in steps between those of the others: what
+        was seen is the same, pauses and trials are their own. One for both would open for these and close for those,
+        and begin the pause anew with every step."""
+        return self if apart is None else self._apart.setdefault(apart, Outlook(self.recent))
 
     def learn(self, blocks: Mapping[str, Sequence[Sequence[float]]]) -> None:
         """Survivals of the blocks of one finished step, by kind of sampling."""

@@ -182,6 +182,22 @@ def test_one_good_block_does_not_end_a_pause(requests: int) -> None:
     assert seen
 
 
+def test_requests_that_decode_apart_leave_the_others_their_pauses_and_trials() -> None:
+    """One that takes no captured steps drafts all the time; the crowd still finds out that its text got easier."""
+    pair = pair_of(COSTS)
+    crowd = [state_of(1 << 18) for _ in range(200)]
+    alone = [state_of(1 << 18, temperature=1.0)]
+    drafting = []
+    for number in range(300):
+        apart = intend_all(alone, "compact", pair, "logprobs")
+        learn_blocks(pair, alone, [survivals(0.9)[: intent.draft_len] for intent in apart], "logprobs")
+        drafting.append(len(step(pair, crowd, 0.3 if number < 150 else 0.95)))
+        assert apart[0].draft_len == BLOCK
+    assert set(drafting[:150]) == {0, FEW}
+    assert drafting[PAUSE] == FEW
+    assert drafting[-1] == 200
+
+
 # What was seen
 
 
@@ -309,3 +325,17 @@ def test_requests_of_an_engine_begin_paused_among_many_and_draft_alone(graphs: b
     among = runner.watch([mine, *lines[1:]])[0]
     for name in ("committed_ids", "draft_ids", "verify_len", "fallback"):
         assert [step[name] for step in among.steps] == [step[name] for step in before.steps]
+
+
+def test_captured_steps_try_drafting_again_beside_a_request_that_drafts_apart(tiny_pair: Any) -> None:
+    batches = BatchCosts(1, (1, 6), (1.0, 1.01), 1.0), BatchCosts(2, (2, 12), (20.0, 60.0), 1.5)
+    cost = CostTable((1, 6), (1.0, 1.01), "measured", 1.0, batches, False)
+    runner = open_runner(tiny_pair.target, tiny_pair.drafter, cost=cost, concurrency=3, context=200, graphs=True)
+    asked = {"mode": "compact", "max_tokens": PAUSE + 12, "ignore_eos": True}
+    lines = [{"prompt_ids": prompt, **asked} for prompt in random_prompts(3, 20, seed=3)]
+    apart, *captured = runner.watch([{**lines[0], "max_tokens": 180, "repetition_penalty": 1.1}, *lines[1:]])
+    assert all(step["draft_ids"] for step in apart.steps[:30])
+    for outcome in captured:
+        drafting = [step["i"] for step in outcome.steps if step["draft_ids"]]
+        assert drafting and PAUSE - 5 < drafting[-1] < PAUSE + 12
+        assert len(drafting) < 10
