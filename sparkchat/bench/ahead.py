@@ -24,9 +24,11 @@ def capture_ahead(
     begin: Callable[[], None],
     draft_temperature: str = "target",
 ) -> int | None:
-    """For rounds of ``concurrency`` requests of ``arms``; returns how many steps that were, or None where there is
-    nothing to capture. ``block``: drafts of a
-    request where the arm does not say. ``begin`` is called before there is something to capture."""
+    """Capture for rounds of ``concurrency`` requests of ``arms``; returns how many steps that were, or None where there
+    is nothing to capture.
+
+    ``block``: drafts of a request where the arm does not say. ``begin`` is called before anything is captured.
+    """
     words = sampling_kind(sampling).split("-")
     takes_reference = "penalised" in words or draft_temperature != "target"  # which replays nothing
     # One request meets what was captured at the start, and the rest in its first round.
