@@ -17,8 +17,9 @@ def forecast_theta(
     """
     together = min(requests, len(blocks))
     groups, scale = len(blocks) // together, requests / together
-    # Every group has blocks from all over the sample, which is in order of time and kind.
-    values = blocks[: together * groups].reshape(together, groups, -1).swapaxes(0, 1).reshape(groups, -1)
+    # Every group has blocks from all over the sample, which is in order of time and kind; so do those left out.
+    taken = blocks[np.arange(together * groups) * len(blocks) // (together * groups)]
+    values = taken.reshape(together, groups, -1).swapaxes(0, 1).reshape(groups, -1)
     values[:, ::-1].sort(axis=1)
     gained = np.concatenate([np.zeros((groups, 1)), values.cumsum(axis=1)], axis=1) * scale
     drafts = np.ceil(np.arange(gained.shape[1]) * scale).astype(int)

@@ -243,6 +243,18 @@ def test_a_forecast_is_what_the_planner_will_choose(requests: int) -> None:
     assert forecast_theta(blocks, requests, cost, is_lagged=False) == pytest.approx(early)
 
 
+@pytest.mark.parametrize("requests", [12, 17, 20, 31, 40])
+def test_a_forecast_looks_at_all_of_a_sample_whatever_its_order(requests: int) -> None:
+    """Old blocks come first in it, and one kind before the other: no end of it may be left out."""
+    cost, size = COSTS.at(requests), max(32, requests)
+    poor, rich = [survivals(0.3)] * (size // 2), [survivals(0.9)] * (size // 2)
+    blocks = torch.tensor([*poor, *rich], dtype=torch.float64).numpy()
+    before = blocks.copy()
+    found = [forecast_theta(order, requests, cost, is_lagged=True) for order in (blocks, blocks[::-1])]
+    assert found[0] == pytest.approx(found[1], rel=0.15)  # one block more of either
+    assert (blocks == before).all()
+
+
 # The law
 
 
