@@ -40,6 +40,7 @@ from sparkchat.ui.screens.compare import CompareScreen
 from sparkchat.ui.screens.help import HelpScreen
 from sparkchat.ui.screens.inspector import InspectorScreen
 from sparkchat.ui.terminal import TerminalGuard
+from sparkchat.ui.terminal_input import TerminalDriver
 from sparkchat.ui.token_detail import (
     NOT_AT_HAND,
     TokenSpan,
@@ -96,7 +97,7 @@ class SparkApp(App[int]):
     def __init__(
         self, config: RunConfig, make_engine: Callable[[], Engine], trace: TraceSink, is_replay: bool = False
     ) -> None:
-        super().__init__()
+        super().__init__(driver_class=TerminalDriver)
         self.config = config
         self.glyphs = glyphs(config.ascii)
         self.bridge = Bridge(make_engine, self._deliver, trace)
@@ -210,6 +211,9 @@ class SparkApp(App[int]):
 
     def edit(self, text: str) -> None:
         self.prompt.set_value(text)
+
+    def give_back(self, text: str) -> None:
+        self.prompt.set_value(f"{text}\n{since}" if (since := self.prompt.value) else text)
 
     def key_rows(self) -> list[tuple[str, str]]:
         return key_rows(self.BINDINGS, Prompt.BINDINGS, self._keymap_names)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,6 +72,7 @@ class Command:
     aliases: tuple[str, ...] = ()
 
 
+_LONG_COMMAND = re.compile(r"/system\s", re.IGNORECASE)
 _ADVICE = "; /help lists all, and // begins a message that starts with a slash"
 
 STATS_DEFINITIONS = (
@@ -88,22 +90,42 @@ STATS_DEFINITIONS = (
 
 
 def is_command(text: str) -> bool:
-    """One line that starts with a slash; ``//`` begins a text that starts with one."""
-    return text.startswith("/") and not text.startswith("//") and "\n" not in text.strip()
+    """One line that starts with a slash, or a system text of several; ``//`` begins a text that starts with one."""
+    if "\n" in text.strip():
+        return _LONG_COMMAND.match(text) is not None
+    return text.startswith("/") and not text.startswith("//")
+
+
+def is_known_command(text: str) -> bool:
+    """A line that runs a command: ``/tmp/notes`` runs none."""
+    return is_command(text) and _words(text)[0] in _BY_WORD
 
 
 def without_escape(text: str) -> str:
-    return text[1:] if text.startswith("//") else text
+    """What a text that is no command says. In several lines, such as code, a slash needs no second one."""
+    is_escaped = text.startswith("//") and ("\n" not in text.strip() or is_command(text[1:]))
+    return text[1:] if is_escaped else text
+
+
+def as_typed(message: str) -> str:
+    """The text that says ``message`` when it is sent."""
+    needs_escape = message.startswith("/") and ("\n" not in message.strip() or is_command(message))
+    return f"/{message}" if needs_escape else message
+
+
+def _words(line: str) -> tuple[str, str]:
+    """The command's name in small letters, and what follows it."""
+    name, *rest = line.strip()[1:].strip().split(maxsplit=1) or [""]
+    return name.lower(), rest[0] if rest else ""
 
 
 def run_command(line: str, front: ChatFront) -> None:
     """Run a command. Raises UsageError for an unknown command or argument."""
-    word, _, argument = line.strip()[1:].strip().partition(" ")
-    word = word.strip().lower()
+    word, argument = _words(line)
     command = _BY_WORD.get(word)
     if command is None:
         raise UsageError(unknown("command", f"/{word}", [f"/{name}" for name in _BY_WORD]) + _ADVICE)
-    command.run(front, argument.strip())
+    command.run(front, argument)
 
 
 def completions(text: str) -> list[str]:
@@ -115,7 +137,7 @@ def command_rows() -> list[tuple[str, str]]:
     return [(command.usage, command.help) for command in COMMANDS]
 
 
-def command_table(width: int = 100) -> str:
+def command_table(width: int) -> str:
     return in_columns(command_rows(), width)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import sys
 
 from sparkchat.errors import UsageError
@@ -17,12 +18,13 @@ class LineReader:
         self.is_interactive = sys.stdin.isatty() and sys.stdout.isatty()
         self.history = History(user_paths().history if self.is_interactive else None)
         self._readline = None
+        self._num_lines = 0
         if self.is_interactive:
             import readline
 
             self._readline = readline
             for entry in self.history.entries:
-                readline.add_history(entry.replace("\n", " "))
+                readline.add_history(entry)
             readline.set_auto_history(True)
             readline.set_completer_delims(" ")
             readline.set_completer(_complete)
@@ -36,7 +38,7 @@ class LineReader:
             raise UsageError("/edit needs a terminal; send the changed question instead")
 
         def insert() -> None:
-            readline.insert_text(text.replace("\n", " "))
+            readline.insert_text(text)
             readline.set_startup_hook(None)
 
         readline.set_startup_hook(insert)
@@ -67,10 +69,30 @@ class LineReader:
         return "\n".join(lines).strip("\n")
 
     def _line(self, prompt: str) -> str | None:
+        """Raises UsageError for a line that is no UTF-8: the model would be asked something else."""
         try:
-            return input(prompt if self.is_interactive else "")
+            if not self.is_interactive:
+                return self._piped_line()
+            line = input(prompt)
+            line.encode("utf-8")
         except EOFError:
             return None
+        except UnicodeError:
+            raise UsageError("that line is not UTF-8 and was not sent; check the terminal's encoding") from None
+        return line
+
+    def _piped_line(self) -> str | None:
+        """In UTF-8, whatever the locale says, as all that is piped in."""
+        self._num_lines += 1
+        line = sys.stdin.buffer.readline()
+        if not line:
+            return None
+        if self._num_lines == 1:
+            line = line.removeprefix(codecs.BOM_UTF8)
+        try:
+            return line.removesuffix(b"\n").removesuffix(b"\r").decode("utf-8")
+        except UnicodeDecodeError:
+            raise UsageError(f"line {self._num_lines} is not UTF-8 and was not sent; convert it first") from None
 
 
 def _complete(text: str, state: int) -> str | None:

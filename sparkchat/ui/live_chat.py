@@ -10,7 +10,7 @@ from pathlib import Path
 from sparkchat.errors import EngineCrash, SparkchatError, UsageError
 from sparkchat.params import MODES, Mode, SamplingParams
 from sparkchat.ui.answer_view import ActiveAnswer
-from sparkchat.ui.commands import command_rows, is_command, run_command, without_escape
+from sparkchat.ui.commands import as_typed, command_rows, is_command, run_command, without_escape
 from sparkchat.ui.compare import Comparison
 from sparkchat.ui.conversation import Turn
 from sparkchat.ui.document import Section
@@ -72,7 +72,7 @@ class LiveChat(EngineSide):
         if self._is_replay:
             raise UsageError(REFUSAL)
         if self.is_busy:
-            self._desk.edit(prompt)
+            self._desk.give_back(as_typed(prompt))
             self.flash(_BUSY)
             return
         turn = self.conversation.ask(prompt)
@@ -299,7 +299,7 @@ class LiveChat(EngineSide):
         turn = self.conversation.turn_at(number, "/edit")
         self._stand_after(turn.parent)
         self._answers.note("change the question and send it again; the other branch is kept (/branch)")
-        self._desk.edit(turn.prompt)
+        self._desk.edit(as_typed(turn.prompt))
 
     def fork(self, number: int | None) -> None:
         self._refuse_when_busy()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 
 from rich.cells import get_character_cell_size, split_graphemes
+from textual.events import Key
 
 _BASE = 0x100000
 """Start of a private-use plane; a character keeps its own number above it."""
@@ -17,6 +18,18 @@ _STAND_IN = re.compile("[\U00100000-\U00102069]")
 _CLUSTER = re.compile("[\u200d\ufe0e\ufe0f\U0001f3fb-\U0001f3ff\U0001f1e6-\U0001f1ff]")
 FILLER = "\u034f"
 """Zero cells wide; keeps the character positions of the drawn line those of the stored one, until it is drawn."""
+
+
+def typed_character(key: Key) -> str | None:
+    """What a key writes; None when it does something else.
+
+    Python calls joiners and all spaces but one unprintable, yet input methods type them: the ideographic space of
+    Japanese, the non-joiner of Persian, the joiner within an emoji.
+    """
+    character = key.character
+    if character is None or key.key.startswith("alt+"):
+        return None
+    return character if character.isprintable() or character >= "\u00a0" else None
 
 
 def encoded(text: str) -> str:

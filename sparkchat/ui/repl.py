@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ from sparkchat.ui.answering import Answerer, Signals
 from sparkchat.ui.bridge import Engine, Event
 from sparkchat.ui.chats import ChatKeeper, ChatStore
 from sparkchat.ui.clipboard import copied_message, fill_tmux_buffer, osc52
-from sparkchat.ui.commands import command_table, is_command, run_command, without_escape
+from sparkchat.ui.commands import as_typed, command_table, is_command, run_command, without_escape
 from sparkchat.ui.compare import Comparison
 from sparkchat.ui.conversation import Conversation
 from sparkchat.ui.export import begin_trace_export
@@ -119,6 +120,9 @@ class Repl:
                 self._write("\n")
                 self.say("nothing is being answered; ctrl+d or /quit leaves")
                 continue
+            except UsageError as error:
+                self.say(error.message)
+                continue
             if text is None:
                 if self._reader.is_interactive:
                     self._write("\n")
@@ -192,7 +196,8 @@ class Repl:
         self._write(visible(text, self._config.ascii) + "\n")
 
     def help_text(self) -> str:
-        return f"{command_table()}\n{_HELP}"
+        width = shutil.get_terminal_size().columns if self._is_terminal else 100
+        return f"{command_table(width)}\n{_HELP}"
 
     def stats_text(self) -> str:
         lines = [
@@ -239,7 +244,7 @@ class Repl:
 
     def edit(self, number: int | None) -> None:
         turn = self.conversation.turn_at(number, "/edit")
-        self._reader.prefill(turn.prompt)
+        self._reader.prefill(as_typed(turn.prompt))
         self.conversation.cut(self.conversation.turns.index(turn))
         self._keeper.moved()
 
@@ -354,7 +359,10 @@ class Repl:
         self._wants_quit = True
 
     def _write(self, text: str) -> None:
-        sys.stdout.write(text)
+        if self._is_terminal:
+            sys.stdout.write(text)
+        else:
+            sys.stdout.buffer.write(text.encode("utf-8", "replace"))
         sys.stdout.flush()
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import base64
 import stat
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from sparkchat.errors import UsageError
 from sparkchat.ui.clipboard import MAX_BYTES, code_blocks, is_too_long, osc52
-from sparkchat.ui.commands import COMMANDS, completions
+from sparkchat.ui.commands import COMMANDS, as_typed, completions, is_command, run_command, without_escape
 from sparkchat.ui.conversation import Conversation
 from sparkchat.ui.graphemes import next_boundary, previous_boundary
 from sparkchat.ui.history import History
@@ -90,6 +91,34 @@ def test_a_keymap_that_cannot_be_read_is_left_out_in_one_sentence(tmp_path: Path
 def test_commands_complete_and_are_described() -> None:
     assert completions("/reg") == ["/regen"] and len(completions("/")) == len(COMMANDS)
     assert all(command.help and command.usage.startswith("/") for command in COMMANDS)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("//usr/bin", "/usr/bin"),
+        ("///x", "//x"),
+        ("// a remark\nint main();\n", "// a remark\nint main();\n"),
+        ("/usr/bin/env\nand more", "/usr/bin/env\nand more"),
+        ("// system\nrest", "// system\nrest"),
+        ("//system a\nb", "/system a\nb"),
+        ("plain", "plain"),
+    ],
+)
+def test_what_is_no_command_is_said_as_it_was_written(text: str, message: str) -> None:
+    assert not is_command(text) and without_escape(text) == message
+    assert as_typed(message) == text
+
+
+@pytest.mark.parametrize(
+    "text", ["/system be brief", "/system be brief\nand kind", "/system\n\nbe brief\n", "/SYSTEM\ta\nb"]
+)
+def test_a_system_text_may_have_several_lines(text: str) -> None:
+    said: list[str] = []
+    front = SimpleNamespace(conversation=Conversation(make_config()), say=said.append)
+    assert is_command(text)
+    run_command(text, front)
+    assert front.conversation.system == text.split(maxsplit=1)[1].strip() and said
 
 
 @pytest.mark.parametrize(

@@ -157,6 +157,54 @@ def test_repl_keeps_texts_of_several_lines_together(tmp_path: Path) -> None:
     assert [turn["prompt"] for turn in turns] == ["one \ntwo", "three\n\nfour", "/usr"]
 
 
+def test_repl_reads_and_writes_utf8_whatever_the_locale_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "naïve 你好 👩‍💻"
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    process = start(front="repl", options={**FAST, "text": text})
+    stdin = f"\ufefffirst {text}\r\n".encode() + b"h\xe9llo\n" + f"last\n/export {tmp_path}/c.json\n".encode()
+    out, err = process.communicate(stdin, timeout=120)
+    assert process.returncode == 0 and out.decode().count(text) == 2, err
+    assert "line 2 is not UTF-8 and was not sent" in out.decode()
+    turns = json.loads((tmp_path / "c.json").read_text("utf-8"))["turns"]
+    assert [turn["prompt"] for turn in turns] == [f"first {text}", "last"]
+
+
+def test_repl_recalls_and_edits_texts_of_several_lines_as_they_were(tmp_path: Path) -> None:
+    def turns(name: str) -> list[str]:
+        return [turn["prompt"] for turn in json.loads((tmp_path / name).read_text())["turns"]]
+
+    with PtyProgram(front="repl", options={**FAST, "text": "ok"}) as program:
+        program.shows(">>>")
+        program.send("\x1b[200~one\n  two\x1b[201~\r")
+        program.shows("complete")
+        program.send("/edit\r")
+        program.until(lambda: program.text.count("  two") == 2)
+        program.send(" more\r")
+        program.until(lambda: program.text.count("complete") == 2)
+        program.send(f"/export {tmp_path}/a.json\r")
+        program.shows("a.json", 10)
+        program.send("\x04")
+        assert program.ended() == 0
+    assert turns("a.json") == ["one\n  two more"]
+    with PtyProgram(front="repl", options={**FAST, "text": "ok"}) as program:
+        program.shows(">>>")
+        program.send("\x1b[A\x1b[A\r")
+        program.shows("complete")
+        program.send(f"/export {tmp_path}/b.json\r")
+        program.shows("b.json", 10)
+        program.send("\x04")
+        assert program.ended() == 0
+    assert turns("b.json") == ["one\n  two more"]
+
+
+def test_repl_help_fits_the_terminal() -> None:
+    with PtyProgram((64, 60), front="repl", options=FAST) as program:
+        program.shows(">>>")
+        program.send("/help\r")
+        program.shows("ctrl+d leaves")
+        assert "token colours on or off" in program.text
+
+
 def test_repl_commands() -> None:
     lines = ["/mode compact", "/mod", "/set top_p 0.9", "/system Be [/] short", "/think on", "/copy", "/regen"]
     stdin = "\n".join([*lines, "/stats off", "short", "/quit", "never", ""])

@@ -108,6 +108,12 @@ async def test_keys_can_be_given_other_places(chat: Open, own_folders: Path) -> 
         ("abc\x15xyz", "xyz"),
         ("a b\x17c", "a c"),
         ("ab\x01X\x05Y", "XabY"),
+        ("全角\u3000空白 می\u200cخواهم a\u00a0b 👩\u200d💻", "全角\u3000空白 می\u200cخواهم a\u00a0b 👩\u200d💻"),
+        ("a\u202eb\ufeffc", "a\u202eb\ufeffc"),
+        ("/reg\t", "/regen "),
+        ("/st\t", "/st"),
+        ("/sy\tx", "/system x"),
+        ("a/st\tb", "a/stb"),
     ],
 )
 async def test_keys_that_come_in_a_bunch_keep_their_order(chat: Open, keys: str, written: str) -> None:

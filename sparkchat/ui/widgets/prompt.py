@@ -14,9 +14,10 @@ from textual.strip import Strip
 from textual.widgets import TextArea
 from textual.widgets.text_area import Location
 
+from sparkchat.ui.commands import completions
 from sparkchat.ui.graphemes import next_boundary, previous_boundary
 from sparkchat.ui.history import History
-from sparkchat.ui.prompt_text import FILLER, decoded, encoded, shown_line
+from sparkchat.ui.prompt_text import FILLER, decoded, encoded, shown_line, typed_character
 
 
 class Prompt(TextArea):
@@ -24,6 +25,7 @@ class Prompt(TextArea):
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("shift+enter,alt+enter,ctrl+j", "newline", "new line", show=False, id="prompt.newline"),
+        Binding("tab", "complete", "complete a slash command", show=False, id="prompt.complete"),
         Binding("alt+b", "cursor_word_left", show=False),
         Binding("alt+f", "cursor_word_right", show=False),
     ]
@@ -76,8 +78,14 @@ class Prompt(TextArea):
             return
         if event.key not in ("ctrl+r", "up", "down"):
             self._search = None
-        if event.is_printable:
+        character = typed_character(event)
+        if character is not None:
             self.past.stop_browsing()
+            if not event.is_printable:
+                event.stop()
+                event.prevent_default()
+                self._replace_via_keyboard(encoded(character), *self.selection)
+                return
         elif await self._do_at_once(event.key):
             event.stop()
             event.prevent_default()
@@ -104,6 +112,16 @@ class Prompt(TextArea):
 
     def action_newline(self) -> None:
         self._replace_via_keyboard("\n", *self.selection)
+
+    def action_complete(self) -> None:
+        """As much of the command's name as is certain."""
+        found = completions(self.value) if self.value.startswith("/") else []
+        if not found:
+            return
+        certain = found[0]
+        while not all(name.startswith(certain) for name in found):
+            certain = certain[:-1]
+        self.set_value(f"{certain} " if len(found) == 1 else certain)
 
     def action_cursor_up(self, select: bool = False) -> None:
         if not select and self._cursor_offset[1] == 0:
