@@ -205,20 +205,22 @@ def _penalise(
     if device.type == "cpu" and index_of is None:
         _penalise_here(logits.numpy(), history, params, extra)
         return
+    # JSON writes whole numbers that torch refuses beside floats.
+    repetition, presence, frequency = map(
+        float, (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
+    )
     cells = _draft_cells(history, extra, index_of, device) if any(extra) else None
     raw = None if cells is None else logits[cells[0], cells[1]]
-    if params.repetition_penalty != 1.0:
+    if repetition != 1.0:
         seen, _ = _columns(history.seen_ids, index_of, device)
-        logits[:, seen] = _repeat(logits[:, seen], params.repetition_penalty)
-    if params.presence_penalty or params.frequency_penalty:
+        logits[:, seen] = _repeat(logits[:, seen], repetition)
+    if presence or frequency:
         said, kept = _columns(history.output_ids, index_of, device)
         times = history.output_counts.to(device)[kept]
-        logits[:, said] -= params.presence_penalty + params.frequency_penalty * times
+        logits[:, said] -= presence + frequency * times
     if cells is not None and raw is not None:
         rows, columns, counts = cells
-        logits[rows, columns] = _repeat(raw, params.repetition_penalty) - (
-            params.presence_penalty + params.frequency_penalty * counts
-        )
+        logits[rows, columns] = _repeat(raw, repetition) - (presence + frequency * counts)
 
 
 @np.errstate(over="ignore", invalid="ignore")  # what is no number is found and reported

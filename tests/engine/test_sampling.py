@@ -392,3 +392,17 @@ def test_penalties_on_a_processor_are_those_of_torch_to_the_bit(seed: int) -> No
     # With a map of the vocabulary torch's operations are taken.
     shape_logits(there, history, params, num_output=30, extra=drafts, eos_ids=(), index_of=torch.arange(500))
     assert torch.equal(here, there)
+
+
+@pytest.mark.parametrize("name", ["repetition_penalty", "presence_penalty", "frequency_penalty"])
+@pytest.mark.parametrize("by_torch", [False, True])
+def test_a_whole_number_beyond_64_bits_is_a_penalty_like_any_other(name: str, by_torch: bool) -> None:
+    history = TokenHistory([1])
+    history.append(2)
+    index_of = torch.arange(8) if by_torch else None
+    whole, real = torch.ones(2, 8), torch.ones(2, 8)
+    for logits, value in ((whole, 10**30), (real, 1e30)):
+        params = SamplingParams(**{name: value})
+        shape_logits(logits, history, params, num_output=1, extra=[(), (3,)], eos_ids=(), index_of=index_of)
+    assert torch.equal(whole, real)
+    assert whole[0, 2] < 1e-20 and whole[0, 3] == 1.0
