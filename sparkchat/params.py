@@ -241,7 +241,9 @@ def _with_context(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_costs(rows: tuple[int, ...], step_ms: tuple[float, ...]) -> None:
-    if len(rows) != len(step_ms) or not rows:
+    if not rows:
+        raise UsageError("cost table has no rows; give at least one, with its step_ms")
+    if len(rows) != len(step_ms):
         raise UsageError(f"cost table has {len(rows)} rows and {len(step_ms)} step_ms; give equally many")
     if rows[0] < 1 or any(a >= b for a, b in itertools.pairwise(rows)):
         raise UsageError(f"cost table rows {list(rows)} must start at 1 or more and increase")
