@@ -6,7 +6,7 @@ Nothing is ever unpickled: a folder that holds only .bin or .pt files is refused
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -59,10 +59,7 @@ class FolderSource:
         self._folder, self._fp8_block = folder, fp8_block
         self._taken: set[str] = set()
         self._files = {path: _open(path) for path in _weight_files(folder)}
-        self._owner = {name: path for path, file in self._files.items() for name in file.keys()}  # noqa: SIM118
-        for name, path in _indexed(folder).items():
-            if self._owner.get(name) is None:
-                raise DamagedFile(f"{folder}: {path} lacks the tensor {name} that the index names; fetch it again")
+        self._owner = _owners(folder, {path: file.keys() for path, file in self._files.items()})
 
     def __contains__(self, name: str) -> bool:
         return name in self._owner
@@ -163,6 +160,28 @@ def _indexed(folder: Path) -> dict[str, str]:
         if Path(name).name != name or not name.endswith(".safetensors") or not name.isprintable() or len(name) > 255:
             raise DamagedFile(f"{path} names the file {short(name)}, which is no .safetensors beside it")
     return table
+
+
+def _owners(folder: Path, held: Mapping[Path, Iterable[str]]) -> dict[str, Path]:
+    """Tensor name -> the file that it is read from. ``held``: the names in each file.
+
+    Raises DamagedFile for a name of the index that no file holds, and for one that several hold where the index does
+    not decide: any choice might be the wrong weights.
+    """
+    indexed, owners = _indexed(folder), dict[str, Path]()
+    for path, names in held.items():
+        for name in names:
+            chosen = indexed.get(name)
+            if name not in owners or path.name == chosen:
+                owners[name] = path
+            elif owners[name].name != chosen:
+                raise DamagedFile(
+                    f"{folder}: both {owners[name].name} and {path.name} hold {name}; keep the one that is the model's"
+                )
+    for name, file in indexed.items():
+        if name not in owners:
+            raise DamagedFile(f"{folder}: {file} lacks the tensor {name} that the index names; fetch it again")
+    return owners
 
 
 def read_json(path: Path) -> dict:

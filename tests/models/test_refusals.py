@@ -16,6 +16,7 @@ from models.drafters import CONFIG, VOCAB, random_weights, write_draft
 from models.pairs import CPU, Pair, make_pair
 from sparkchat.errors import DamagedFile, ModelNotFound, SparkchatError, UsageError
 from sparkchat.models import load_drafter, load_target
+from sparkchat.models.weights import FolderSource
 
 
 @pytest.fixture
@@ -143,6 +144,20 @@ def test_shard_index(target: Path) -> None:
     assert_refused(DamagedFile, "holds no JSON object", lambda: load_target(target, device=CPU))
 
 
+def test_a_tensor_in_two_files_is_the_one_that_the_index_names(target: Path) -> None:
+    weights = load_file(target / "model.safetensors")
+    name = "model.norm.weight"
+    for file in ("a.safetensors", "z.safetensors"):
+        save_file({name: torch.full_like(weights[name], 7.0)}, target / file)
+        assert_refused(DamagedFile, f"both .* hold {name}", lambda: load_target(target, device=CPU))
+        index = dict.fromkeys(weights, "model.safetensors") | {"other": file}
+        (target / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+        save_file({name: torch.full_like(weights[name], 7.0), "other": torch.zeros(2)}, target / file)
+        assert torch.equal(FolderSource(target).take(name, 48), weights[name])
+        (target / "model.safetensors.index.json").unlink()
+        (target / file).unlink()
+
+
 DRAFTERS: list[tuple[type[SparkchatError], str, dict[str, Any]]] = [
     (UsageError, "architecture EagleModel is not supported", {"architectures": ["EagleModel"]}),
     (DamagedFile, "block_size .* is missing", {"block_size": "absent"}),
@@ -157,6 +172,7 @@ DRAFTERS: list[tuple[type[SparkchatError], str, dict[str, Any]]] = [
     (UsageError, "hidden size is 64, the model's 48", {"hidden_size": 64}),
     (UsageError, "vocabulary is 100, the model's 97", {"vocab_size": 100}),
     (UsageError, "markov_head_type 'tree' is not supported", {"markov_head_type": "tree"}),
+    (UsageError, "first slot holds no draft", {"sample_from_anchor": False}),
     (DamagedFile, "markov_w1.weight has shape", {"markov_rank": 13}),
     (DamagedFile, "does not know: confidence_head", {"enable_confidence_head": False}),
     (DamagedFile, "confidence_head.proj.weight has shape", {"confidence_head_with_markov": False}),
