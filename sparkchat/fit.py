@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from sparkchat import environment, inventory
+from sparkchat.architectures import refuse_unsupported
 from sparkchat.catalog import DrafterRef, ModelRef
 from sparkchat.errors import NotEnoughMemory
 from sparkchat.headers import UnreadableHeader
@@ -95,12 +96,14 @@ def plans_by_devices(
     """The memory plans of a pair from the headers of its files, for the number of devices in ``setting`` and for every
     number that could share the model; empty where they are not there or not understood.
 
-    ``ask_hub``: headers of what is not on disk are asked of the hub, and what that raises is raised here.
+    ``ask_hub``: headers of what is not on disk are asked of the hub, and what that raises is raised here. UsageError
+    for a model that cannot be run, whatever memory there is.
     """
     try:
         target = inventory.headers(model.path, model.sources, paths, ask_hub=ask_hub)
         if target is None:
             return {}
+        refuse_unsupported(target, model.name)
         draft = None
         if drafter.is_present and not drafter.is_inner:
             draft = inventory.headers(drafter.path, drafter.sources, paths, ask_hub=ask_hub)

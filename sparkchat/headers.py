@@ -137,9 +137,59 @@ def _tensor(name: str, entry: dict[str, Any]) -> Tensor:
     return Tensor(name, str(entry["dtype"]), tuple(shape))
 
 
-_GGUF_KINDS = {0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 8: "Q8_0", 30: "BF16"}
-GGUF_BLOCKS = {"Q4_0": (18, 32), "Q4_1": (20, 32), "Q8_0": (34, 32)}
+GGUF_BLOCKS = {
+    "Q4_0": (18, 32),
+    "Q4_1": (20, 32),
+    "Q5_0": (22, 32),
+    "Q5_1": (24, 32),
+    "Q8_0": (34, 32),
+    "MXFP4": (17, 32),
+    "Q2_K": (84, 256),
+    "Q3_K": (110, 256),
+    "Q4_K": (144, 256),
+    "Q5_K": (176, 256),
+    "Q6_K": (210, 256),
+    "IQ1_S": (50, 256),
+    "IQ1_M": (56, 256),
+    "IQ2_XXS": (66, 256),
+    "IQ2_XS": (74, 256),
+    "IQ2_S": (82, 256),
+    "IQ3_XXS": (98, 256),
+    "IQ3_S": (110, 256),
+    "IQ4_XS": (136, 256),
+    "IQ4_NL": (18, 32),
+    "TQ1_0": (54, 256),
+    "TQ2_0": (66, 256),
+}
 """Bytes and values of a block."""
+_GGUF_KINDS = {
+    0: "F32",
+    1: "F16",
+    2: "Q4_0",
+    3: "Q4_1",
+    6: "Q5_0",
+    7: "Q5_1",
+    8: "Q8_0",
+    30: "BF16",
+    39: "MXFP4",
+    10: "Q2_K",
+    11: "Q3_K",
+    12: "Q4_K",
+    13: "Q5_K",
+    14: "Q6_K",
+    34: "TQ1_0",
+    35: "TQ2_0",
+    16: "IQ2_XXS",
+    17: "IQ2_XS",
+    18: "IQ3_XXS",
+    19: "IQ1_S",
+    20: "IQ4_NL",
+    21: "IQ3_S",
+    22: "IQ2_S",
+    23: "IQ4_XS",
+    29: "IQ1_M",
+}
+"""ggml's number of a format -> its name, of those that can be unpacked (models/gguf.py)."""
 _GGUF_NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _GGUF_TEXT, _GGUF_ARRAY = 8, 9
 _GGUF_KEYS = {
@@ -221,7 +271,7 @@ def read_gguf(read: Read) -> Headers:
         raise UnreadableHeader("not GGUF: its tensors do not lie one behind the other")
     family = str(values.get("general.architecture", ""))
     config = {ours: values[f"{family}.{key}"] for key, ours in _GGUF_KEYS.items() if f"{family}.{key}" in values}
-    config |= {"gguf": family, "model_type": family}
+    config |= {"gguf": family, "model_type": family, "num_parts": values.get("split.count")}
     config["tie_word_embeddings"] = all(tensor.name != "lm_head.weight" for tensor in tensors)
     return Headers(config, tuple(tensors))
 

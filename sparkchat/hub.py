@@ -40,6 +40,7 @@ from sparkchat.headers import (
     safetensors_head,
 )
 from sparkchat.hub_access import what_to_check, why_no_client, without_password
+from sparkchat.options import nearest
 from sparkchat.paths import Paths
 from sparkchat.profile import HubSource
 from sparkchat.snapshot import (
@@ -112,11 +113,22 @@ def list_files(source: HubSource) -> Listing:
     wanted = [source.file] if source.file is not None else _needed(names)
     missing = [name for name in wanted if name not in names]
     if missing or not wanted:
-        what = missing[0] if missing else "no .safetensors weights"
-        raise ModelNotFound(f"hf:{source.repo} holds {'no ' if missing else ''}{what}; it cannot be run from there")
+        raise _not_held(source, missing, names)
     by_name = {s.rfilename: s for s in info.siblings or ()}
     files = tuple(_remote_file(source.repo, commit, by_name[name], token) for name in wanted)
     return Listing(source.repo, commit, files)
+
+
+def _not_held(source: HubSource, missing: list[str], names: list[str]) -> ModelNotFound:
+    held = [name for name in names if name.endswith(".gguf")]
+    if not held:
+        what = f"no {missing[0]}" if missing else "no .safetensors weights"
+        return ModelNotFound(f"hf:{source.repo} holds {what}; it cannot be run from there")
+    near = nearest(missing[0], held) if missing else None
+    what = f"no {missing[0]}" if missing else "GGUF files and no other weights"
+    return ModelNotFound(
+        f"hf:{source.repo} holds {what}; give one of its files, e.g. hf:{source.repo}/{near or held[0]}"
+    )
 
 
 def fetch(source: HubSource, paths: Paths, progress: Progress) -> Path:

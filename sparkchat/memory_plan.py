@@ -39,6 +39,8 @@ _V4_SPLIT = re.compile(
 )
 _V4_DRAFTER = "mtp."
 _V4_DEVICE_COUNTS = (1, 2, 4, 8)
+_CODED = ("Q4_0", "Q4_1", "Q8_0")
+"""Formats of GGUF whose codes are kept; the others are unpacked when they are read."""
 _TABLES = ("model.embed_tokens.weight", "embed_tokens.weight", "lm_head.weight")
 
 
@@ -273,13 +275,17 @@ def _table_bytes(headers: Headers, setting: Setting) -> tuple[Callable[[Tensor],
     is_tied = _is_tied(headers)
 
     def table(tensor: Tensor) -> int:
-        if is_gguf and tensor.dtype in ("Q4_0", "Q4_1", "Q8_0"):
+        if is_gguf and tensor.dtype in _CODED:
             # Codes of 8 bits, and scale (and shift) in float32.
             return tensor.count * (32 + 4 + 4 * (tensor.dtype == "Q4_1")) // 32
         return tensor.count * item
 
     def head(tensor: Tensor) -> int:
         kept = 0 if is_tied or setting.device != "cpu" else table(tensor)
+        if is_gguf and tensor.dtype not in _CODED:
+            # As it was read, or unpacked to float32, beside the table that is made of it.
+            is_one = is_tied and tensor.dtype == "BF16" and item == 2
+            kept = 0 if is_one else tensor.count * (2 if tensor.dtype in ("F16", "BF16") else 4)
         if is_gguf and setting.has_cpu_kernels and setting.dtype == "auto":
             return kept + int(tensor.count * _coded_bytes(tensor))
         return kept + tensor.count * packed

@@ -39,6 +39,10 @@ def memory_report(
     wanted = context if context is not None else options["context"]
     try:
         plans = plans_by_devices(model, drafter, paths, setting_of(options, machine, 1), ask_hub=ask_hub)
+    except UsageError:
+        if ask_hub:  # bytes that nobody wants, as they cannot be run
+            raise
+        plans = {}
     except SparkchatError:
         # The command itself says what is wrong with the source.
         plans = {}
@@ -79,7 +83,7 @@ def _as_json(
 def refuse_before_fetch(
     model: ModelRef, drafter: DrafterRef, options: Resolution, paths: Paths, num_requests: int
 ) -> None:
-    """Raise NotEnoughMemory for a model that is still to be fetched, from its headers on the hub.
+    """Raise NotEnoughMemory or UsageError for a model that is still to be fetched, from its headers on the hub.
 
     A profile's own figure has been looked at already, and nobody waits for the hub because of it. What else is wrong
     is left to the fetch to say.
@@ -89,7 +93,7 @@ def refuse_before_fetch(
     machine = this_machine(options["device"])
     try:
         plans = plans_by_devices(model, drafter, paths, setting_of(options, machine, num_requests), ask_hub=True)
-    except Unreachable:
+    except (Unreachable, UsageError):
         raise
     except SparkchatError:
         return

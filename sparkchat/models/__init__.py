@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from sparkchat.architectures import DEEPSEEK_V4, GEMMA4, TARGETS, refuse_unknown
 from sparkchat.errors import ModelNotFound, UsageError
 from sparkchat.models.base import ForwardBatch, KVCache, ModelConfig, TargetModel
 from sparkchat.models.dense import DenseModel
@@ -23,11 +24,6 @@ if TYPE_CHECKING:
     from sparkchat.models.dspark.drafter import Drafter
 
 __all__ = ["ForwardBatch", "KVCache", "ModelConfig", "TargetModel", "load_drafter", "load_target"]
-
-TARGETS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-"""Dense decoders."""
-DEEPSEEK_V4 = "DeepseekV4ForCausalLM"
-GEMMA4 = tuple(f"Gemma4{kind}For{use}" for kind in ("", "Unified") for use in ("CausalLM", "ConditionalGeneration"))
 
 
 def load_target(
@@ -95,9 +91,7 @@ def _load_target(path: Path, device: torch.device, dtype: torch.dtype | None) ->
         from sparkchat.models.gemma4.model import load_gemma4
 
         return load_gemma4(path, device, dtype)
-    if name not in TARGETS:
-        known = ", ".join((*TARGETS, *GEMMA4, DEEPSEEK_V4))
-        raise UsageError(f"{path}: architecture {name} is not supported; known: {known}")
+    refuse_unknown(name, path)
     parsed = parse_target(path, config)
     fp8_block = parse_fp8_block(config)
     source = FolderSource(path, fp8_block)

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sparkchat.architectures import refuse_parts, refuse_unknown
 from sparkchat.errors import DamagedFile, UsageError
 from sparkchat.headers import misplaced
 from sparkchat.models.base import ModelConfig
@@ -80,7 +81,12 @@ class GgufHeader:
         for _ in range(self._count(num_fields)):
             name = self._string()
             self.fields[name] = self._value(self._read("I"))
-        self.tensors = dict(self._tensor() for _ in range(self._count(num_tensors)))
+        self.tensors: dict[str, TensorInfo] = {}
+        for _ in range(self._count(num_tensors)):
+            name, info = self._tensor()
+            if name in self.tensors:
+                raise DamagedFile(f"{path} holds the tensor {name[:64]!r} twice; fetch the file again")
+            self.tensors[name] = info
         step = self.fields.get("general.alignment", 32)
         if not isinstance(step, int) or step < 1:
             raise DamagedFile(f"{path}: general.alignment is {step!r}; fetch the file again")
@@ -182,8 +188,7 @@ class GgufSource:
     def _parse(self) -> ModelConfig:
         fields = self._header.fields
         name = fields.get("general.architecture")
-        if name not in ("llama", "qwen3"):
-            raise UsageError(f"{self._path}: GGUF architecture {name!r} is not supported; known: llama, qwen3")
+        refuse_unknown(name, self._path, is_gguf=True)
         self._refuse_unknown(name)
         heads = self._whole(f"{name}.attention.head_count")
         hidden = self._whole(f"{name}.embedding_length")
@@ -237,10 +242,7 @@ class GgufSource:
             raise UsageError(f"{self._path}: sliding windows are not supported in GGUF files")
         if fields.get(f"{name}.expert_count"):
             raise UsageError(f"{self._path}: mixtures of experts are not supported in GGUF files")
-        if fields.get("split.count", 1) not in (0, 1):
-            raise UsageError(
-                f"{self._path} is one of {fields['split.count']} parts; join them with `llama-gguf-split --merge` first"
-            )
+        refuse_parts(fields.get("split.count"), self._path)
 
     def _whole(self, key: str, default: int | None = None) -> int:
         value = self._header.fields.get(key, default)

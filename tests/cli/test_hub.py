@@ -272,3 +272,16 @@ def test_a_file_name_that_leaves_the_folder_is_refused(main: Cli, hub: Hub, own_
     hub.repos["org/evil"] = Repo({"config.json": b"{}", "../../evil.gguf": b"GGUF"})
     assert main("pull", "hf:org/evil/../../evil.gguf").code in (2, 3, 6)
     assert not list(own_folders.rglob("evil.gguf"))
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("hf:org/model", "holds GGUF files and no other weights; give one of its files, e.g. hf:org/model/m-Q4_0.gguf"),
+        ("hf:org/model/m-Q8.gguf", "holds no m-Q8.gguf; give one of its files, e.g. hf:org/model/m-Q8_0.gguf"),
+    ],
+)
+def test_a_repository_of_gguf_files_names_one(main: Cli, hub: Hub, name: str, words: str) -> None:
+    hub.repos["org/model"] = Repo({"m-Q4_0.gguf": b"GGUF", "m-Q8_0.gguf": b"GGUF"})
+    done = main("pull", name)
+    assert (done.code, words in done.error) == (3, True), done.err

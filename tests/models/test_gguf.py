@@ -113,6 +113,13 @@ def test_not_gguf_at_all(small: Path) -> None:
         load_target(small, device=CPU)
 
 
+def test_a_tensor_that_is_there_twice_is_refused(small: Path) -> None:
+    data = small.read_bytes()
+    small.write_bytes(data.replace(b"blk.1.attn_norm", b"blk.0.attn_norm"))
+    with pytest.raises(DamagedFile, match=r"blk.0.attn_norm.weight' twice"):
+        load_target(small, device=CPU)
+
+
 def test_old_version_is_named(small: Path) -> None:
     data = small.read_bytes()
     small.write_bytes(data[:4] + struct.pack("<I", 1) + data[8:])
