@@ -83,6 +83,8 @@ def draw_by_kernel(
     biases that are no numbers."""
     from sparkchat.kernels.cpu import shortlist as kernel
 
+    # A head whose columns were filled up to whole lanes gives a view of what it made.
+    base = base.contiguous()
     width, rows, hidden_rows, u = max(lens), base.numpy(), hidden.numpy(), uniforms.numpy()
     ids = np.full((len(states), width), -1, dtype=np.int64)
     index = np.zeros((len(states), width), dtype=np.int64)

@@ -155,6 +155,18 @@ def test_a_request_draws_the_same_alone() -> None:
             assert torch.equal(getattr(alone, name)[0], getattr(together, name)[r])
 
 
+def test_logits_may_be_the_first_columns_of_what_a_head_filled_up() -> None:
+    """As of vocabularies that are no whole lanes."""
+    case, states = Case(5003), [state_of(settings) for settings in (SETTINGS[0], SETTINGS[7])]
+    filled = 3 * random(8, 5024, seed=8)
+    hidden, u = random(8, HIDDEN, seed=9), torch.rand(2, 4, generator=torch.Generator().manual_seed(9)).double()
+    shared = (case.pair, case.heads, states, [4, 4], [0, 1], [0, 4, 8], hidden)
+    found, _ = shortlist.draw_by_kernel(*shared, filled[:, :5003], u)
+    wanted, _ = shortlist.draw_by_kernel(*shared, 3 * random(8, 5024, seed=8)[:, :5003].contiguous(), u)
+    for name in ("ids", "probs", "confidence_logit"):
+        assert torch.equal(getattr(found, name), getattr(wanted, name))
+
+
 def test_estimated_logits_choose_and_exact_ones_are_drawn_from() -> None:
     case = Case(4096)
     weight = 0.4 * random(4096, HIDDEN, seed=30)
