@@ -65,6 +65,12 @@ def drafter_config(config: ConfigFile, decoder: DecoderShape) -> DrafterConfig:
     """The keys that drafters of all families share, beside the backbone's shape."""
     if any(window is not None for window in decoder.windows):
         raise UsageError(f"{config.where}: drafters with sliding_attention layers are not supported")
+    if not config.flag("sample_from_anchor", True):
+        # Read as ours, such blocks would be a place off: hardly a draft would be right, and nothing would say why.
+        raise UsageError(
+            f"{config.where}: sample_from_anchor is false, and blocks whose first slot holds no draft are not "
+            "supported; give a DSpark drafter"
+        )
     rank = config.whole("markov_rank", 0, least=0)
     confidence = config.flag("enable_confidence_head", False)
     vocab = config.whole("vocab_size")
