@@ -28,6 +28,8 @@ def intend_all(
     drafting = [i for i, intent in others.items() if intent.draft_len]
     key = (len(states), len(sharing), len(drafting), id(pair.cost))
     outlook = pair.outlook.of(apart)
+    if all(states[i].round == 0 for i in sharing):
+        outlook.begin()
     count = outlook.admit(key, len(sharing), lambda: _company(states, sharing, others, pair, outlook))
     drafters = frozenset(sharing[:count])
     return [

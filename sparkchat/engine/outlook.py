@@ -120,6 +120,12 @@ class Outlook:
         and begin the pause anew with every step."""
         return self if apart is None else self._apart.setdefault(apart, Outlook(self.recent))
 
+    def begin(self) -> None:
+        """All that are asked about next have just begun. Their text may be easier than that which made the pauses long,
+        so that they wait no longer than for a first trial."""
+        if self._trial is None and self._pause - self._idle > PAUSE:
+            self._idle, self._pause = 0, PAUSE
+
     def learn(self, blocks: Mapping[str, Sequence[Sequence[float]]]) -> None:
         """Survivals of the blocks of one finished step, by kind of sampling."""
         for kind, rows in blocks.items():

@@ -35,6 +35,8 @@ def step(pair: Any, states: Sequence[Any], chance: float) -> list[int]:
     """Which requests drafted; their blocks are told at once, as the reference loop does."""
     intents = intend_all(states, "compact", pair)
     learn_blocks(pair, states, [survivals(chance)[: intent.draft_len] for intent in intents])
+    for state in states:
+        state.round += 1
     return [i for i, intent in enumerate(intents) if intent.draft_len]
 
 
@@ -156,6 +158,24 @@ def test_trials_are_rarer_the_more_they_cost() -> None:
     assert alone[:4] == [48, 96, 192, 384]
     assert max(alone) == LONGEST_PAUSE
     assert PAUSE < max(among) < 200
+
+
+def test_a_request_alone_waits_for_a_trial_no_longer_than_the_first_one_did() -> None:
+    """A hard answer made the pauses long; the next question may be another."""
+    pair, hard = pair_of(COSTS), [state_of(1 << 19)]
+    while pair.outlook._pause < 8 * PAUSE:
+        step(pair, hard, 0.01)
+    for _ in range(10):
+        assert step(pair, hard, 0.9) == []
+    easy = [state_of(1 << 19)]
+    plain = [step(pair, easy, 0.9) for _ in range(PAUSE + ENOUGH + 8)].count([])
+    assert plain == PAUSE
+    # What decodes on waits as long as it is to.
+    while pair.outlook.is_open:
+        step(pair, easy, 0.01)
+    # The step that closed it was the first plain one.
+    paused = [step(pair, easy, 0.01) for _ in range(PAUSE - 1 + FEW + 2 * PAUSE)]
+    assert paused == [[]] * (PAUSE - 1) + [[0]] * FEW + [[]] * 2 * PAUSE
 
 
 def test_a_trial_that_waits_in_vain_goes_on() -> None:
