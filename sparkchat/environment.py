@@ -206,6 +206,15 @@ def is_interactive() -> bool:
     return all(stream is not None and stream.isatty() for stream in streams) and os.environ.get("TERM") != "dumb"
 
 
+def shows_unicode() -> bool:
+    """Whether the locale's encoding has more than ASCII and a few letters: bars, marks and arrows would be ``?``."""
+    try:
+        "\u2588\u2713".encode(getattr(sys.stdout, "encoding", None) or "utf-8")
+    except (UnicodeEncodeError, LookupError):
+        return False
+    return True
+
+
 def terminal() -> dict[str, object]:
     size = shutil.get_terminal_size()
     return {

@@ -79,7 +79,7 @@ def run(
         prompt_ids=ids,
         output=_output(json_, jsonl),
         color=_color(color, "--color" if a.is_typed(ctx, "color") else "SPARKCHAT_COLOR"),
-        ascii=ascii_,
+        ascii=ascii_ or not environment.shows_unicode(),
         resume=resume,
     )
     return _answer(config, ids if ids is not None else text, plain, make_engine)

@@ -114,15 +114,16 @@ def replay(
         raise UsageError(f"--speed {speed:g} is not possible; give a factor from 0 (all at once) to 1000")
     if color not in ("auto", "always", "never"):
         raise UsageError(f"--color {color} is not known; use auto, always or never")
+    ascii_only = ascii_ or not environment.shows_unicode()
     if plain or not environment.is_interactive():
         if step:
             raise UsageError("--step needs the full screen: a terminal, and no --plain; leave it out to see every step")
         from sparkchat.ui.plain_replay import run_plain_replay
 
-        return run_plain_replay(file, speed=speed, ascii_only=ascii_)
+        return run_plain_replay(file, speed=speed, ascii_only=ascii_only)
     from sparkchat.ui.replay import run_replay
 
-    return run_replay(file, speed=speed, is_paused=step, color=cast(Color, color), ascii_only=ascii_)
+    return run_replay(file, speed=speed, is_paused=step, color=cast(Color, color), ascii_only=ascii_only)
 
 
 def _stdout() -> Any:

@@ -59,13 +59,12 @@ def fill_tmux_buffer(text: str, environment: Mapping[str, str] = os.environ) -> 
 def copied_message(text: str, environment: Mapping[str, str] = os.environ, *, in_tmux: bool = False) -> str:
     """What can honestly be said after sending the sequence."""
     if in_tmux:
-        return f"{len(text)} characters are in tmux's buffer (prefix ] pastes); the terminal's clipboard was asked too"
-    sent = f"{len(text)} characters sent to the terminal for its clipboard (OSC 52)"
+        return f"{len(text)} characters are in tmux's buffer (prefix ]); the clipboard was asked too"
+    sent = f"{len(text)} characters sent"
     if environment.get("TMUX"):
-        return f"{sent} through tmux; if pasting gives something else, tmux needs 'set -g allow-passthrough on'"
-    if environment.get("STY"):
-        return f"{sent} through screen; whether it gets there cannot be known: else use /export FILE"
-    return f"{sent}; if pasting gives something else, the terminal does not allow it: use /export FILE"
+        return f"{sent} (OSC 52); if pasting fails: tmux's allow-passthrough on"
+    way = "through screen" if environment.get("STY") else "to the clipboard"
+    return f"{sent} {way} (OSC 52); if it fails: /export FILE"
 
 
 def code_blocks(text: str) -> list[str]:

@@ -28,7 +28,7 @@ def inspection_rows(
 
     Where that does not fit, ``offset`` rows are scrolled away. ``notice`` is said first.
     """
-    said = _said(notice, width) if notice else []
+    said = _wrapped(notice, width, "warning") if notice else []
     if not records:
         empty = "" if notice else "no step yet: ask something first; "
         return [*said, [(fit(f"{empty}esc closes", width, glyphs.ellipsis), "dim")]]
@@ -42,7 +42,8 @@ def inspection_rows(
         rows.append([(fit(f"the first {dropped} steps are not at hand any more", width, glyphs.ellipsis), "dim")])
     rows += step_rows(snapshot, width, len(step.get("draft_ids") or ()) + 6, glyphs)
     rows += [[], *_position_rows(step, width, glyphs), []]
-    rows += [[(fit(one_line(line), width, glyphs.ellipsis), "text")] for line in _fact_lines(record)]
+    for line in _fact_lines(record):
+        rows += _wrapped(one_line(line, glyphs.bullet.isascii()), width, "text")
     rows += [[], *_strip_with_cursor(records, index, width, glyphs)]
     room = max(height - 1, 1)
     offset = max(0, min(offset, len(rows) - room))
@@ -50,9 +51,9 @@ def inspection_rows(
     return [*rows, [(fit(KEYS, width, glyphs.ellipsis), "dim")]]
 
 
-def _said(notice: str, width: int) -> list[Row]:
-    starts = wrap(notice, max(width, 2), words=True)
-    return [[(notice[start:end], "warning")] for start, end in zip(starts, [*starts[1:], None], strict=True)]
+def _wrapped(text: str, width: int, style: str) -> list[Row]:
+    starts = wrap(text, max(width, 2), words=True)
+    return [[(text[start:end].rstrip(" "), style)] for start, end in zip(starts, [*starts[1:], None], strict=True)]
 
 
 def _position_rows(step: dict[str, Any], width: int, glyphs: Glyphs) -> list[Row]:

@@ -16,6 +16,7 @@ import pytest
 
 from cli.conftest import Cli, child_environment, command
 from sparkchat.config import RunConfig
+from sparkchat.environment import shows_unicode
 from sparkchat.params import CostTable
 
 EVERY_FLAG = """
@@ -121,6 +122,20 @@ def test_which_front_end(
     stdin(b"/quit\n")
     main("run", model_folder, "--plain")
     assert front.kind == "repl"
+
+
+@pytest.mark.parametrize(("encoding", "shown"), [("utf-8", True), ("ascii", False), ("latin-1", False)])
+def test_a_terminal_without_the_characters_is_drawn_on_in_ascii(
+    main: Cli, front: Front, stdin: Put, model_folder: Path, monkeypatch: pytest.MonkeyPatch, encoding: str, shown: bool
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding=encoding))
+        shows = shows_unicode()
+    assert shows is shown
+    monkeypatch.setattr("sparkchat.environment.is_interactive", lambda: True)
+    monkeypatch.setattr("sparkchat.environment.shows_unicode", lambda: shows)
+    main("run", model_folder)
+    assert front.config is not None and front.config.ascii is not shown
 
 
 @pytest.mark.parametrize("piped", [b"", b" \n\n"])

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from sparkchat.errors import UsageError
-from sparkchat.ui.clipboard import MAX_BYTES, code_blocks, is_too_long, osc52
+from sparkchat.ui.clipboard import MAX_BYTES, code_blocks, copied_message, is_too_long, osc52
 from sparkchat.ui.commands import COMMANDS, as_typed, completions, is_command, run_command, without_escape
 from sparkchat.ui.conversation import Conversation
 from sparkchat.ui.graphemes import next_boundary, previous_boundary
@@ -86,6 +86,13 @@ def test_a_keymap_that_cannot_be_read_is_left_out_in_one_sentence(tmp_path: Path
     path.write_text(text)
     keymap, said = load_keymap(path, ["mode.cycle"])
     assert keymap == {} and len(said) == 1 and said[0].startswith(f"{path} is not used: ")
+
+
+@pytest.mark.parametrize("environment", [{}, {"TMUX": "/tmp/x,1,0"}, {"STY": "1.pts"}], ids=str)
+def test_what_is_said_of_a_copy_fits_80_columns(environment: dict[str, str]) -> None:
+    for in_tmux in (False, True):
+        said = copied_message("x" * 99999, environment, in_tmux=in_tmux)
+        assert said.startswith("99999 characters") and len(said) <= 78, said
 
 
 def test_commands_complete_and_are_described() -> None:

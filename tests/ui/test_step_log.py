@@ -66,6 +66,17 @@ def test_a_kept_step_takes_a_fraction_of_its_text() -> None:
     assert sum(map(len, log._packed)) < 4 * BLOCK * len(str(record)) / 4
 
 
+@pytest.mark.parametrize("width", [40, 76, 94])
+def test_the_inspector_says_a_rejection_in_full(width: int) -> None:
+    log = StepLog()
+    reject = {"pos": 0, "draft_id": 1, "p_draft": 0.25, "p_target": 0.125, "target_rank": 12345}
+    log.add(step("one", 0) | {"reject": reject}, " extraordinarily")
+    rows = inspection_rows(log.of("one"), 0, width, 60, UNICODE)
+    said = " ".join("".join(text for text, _ in row).strip() for row in rows)
+    assert "rank 12345 for the target, which chose ' extraordinarily'" in said
+    assert all(sum(len(text) for text, _ in row) <= width for row in rows)
+
+
 def test_the_inspector_counts_what_is_gone() -> None:
     log = StepLog(most=BLOCK)
     for number in range(3 * BLOCK):
