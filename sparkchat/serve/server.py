@@ -25,7 +25,7 @@ from sparkchat.serve.mailbox import Event
 from sparkchat.serve.metrics import Metrics
 from sparkchat.trace import TraceWriter
 
-_CODES = {signal.SIGINT: Interrupted.exit_code, signal.SIGTERM: Terminated.exit_code}
+_CODES = {signal.SIGINT: Interrupted.exit_code, signal.SIGTERM: Terminated.exit_code, signal.SIGHUP: 129}
 _LAST_WORDS_SECONDS = 2.0
 """How long clients may take to be told that their answer was stopped."""
 _BACKLOG = 2048
@@ -42,7 +42,7 @@ class ServeOptions:
     max_waiting: int = 256
     """Requests that may wait while all places are taken; more are refused."""
     grace: float = 30.0
-    """Seconds that running answers may take after SIGTERM or ctrl+c."""
+    """Seconds that running answers may take after SIGTERM, SIGHUP or ctrl+c."""
 
 
 class _Quiet(uvicorn.Server):
@@ -120,6 +120,8 @@ class _Service:
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
         for number in _CODES:
+            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                continue  # nohup: it shall outlive its terminal
             loop.add_signal_handler(number, self._note_signal, number)
         metrics = Metrics()
         link = EngineLink(self._config.spec, metrics, self._record, self._say, self._options.max_waiting)

@@ -92,6 +92,28 @@ def test_a_taken_port_is_said_before_the_model_is_loaded(start: Start) -> None:
     assert "--port" in line
 
 
+def test_a_terminal_that_goes_away_ends_a_server_in_order_unless_it_is_ignored(start: Start) -> None:
+    served = start("--grace", "0").ready()
+    running = served.begin(TEXT, {**LONG, "max_tokens": CONTEXT - 1, "stream": True})
+    assert b"200 OK" in running.recv(100)
+    assert served.end(signal.SIGHUP) == 129
+    streamed = b""
+    while part := running.recv(65536):
+        streamed += part
+    assert b"the server is ending" in streamed and b"data: [DONE]" in streamed
+
+
+def test_nohup_keeps_a_server(start: Start) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as its child it is ignored there, too
+    try:
+        served = start().ready()
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    served.process.send_signal(signal.SIGHUP)
+    assert served.get("/health")[0] == 200
+    assert served.end(signal.SIGTERM) == 143
+
+
 def test_a_server_that_is_still_loading_holds_its_port() -> None:
     with _bind("127.0.0.1", 0) as held, pytest.raises(SparkchatError, match="give another --port"):
         _bind("127.0.0.1", held.getsockname()[1])
