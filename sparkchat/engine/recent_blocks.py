@@ -42,7 +42,17 @@ class RecentBlocks:
             self._steps[kind], self._seen[kind] = deque([(1.0, _prior(1))]), _PRIOR_BLOCKS
         weight = max(1.0 - (1.0 - 1.0 / _WINDOW) ** len(rows), len(rows) / (self._seen[kind] + len(rows)))
         kept = [(old * (1.0 - weight), blocks) for old, blocks in self._steps[kind]]
-        self._keep(kind, [*kept, (weight, _matrix(rows))], self._seen[kind] + len(rows))
+        self._keep(kind, [*kept, (weight, _matrix(self._lengthened(kind, rows)))], self._seen[kind] + len(rows))
+
+    def _lengthened(self, kind: str, rows: Sequence[Sequence[float]]) -> Sequence[Sequence[float]]:
+        """Shorter blocks, as of requests that chose so, go on as longer ones of their kind did: they say nothing of
+        what lies behind them."""
+        width = max(blocks.shape[1] for _, blocks in self._steps[kind])
+        if all(len(row) >= width for row in rows):
+            return rows
+        means = self.expected(kind, width)
+        # Where nothing ever passed, nothing passes behind it.
+        return [[*row, *(row[-1] * mean / (means[len(row) - 1] or 1.0) for mean in means[len(row) :])] for row in rows]
 
     def replace(self, kind: str, rows: Sequence[Sequence[float]]) -> None:
         """Forget what was known of a kind: only these blocks count."""

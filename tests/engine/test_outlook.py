@@ -248,6 +248,19 @@ def test_blocks_of_different_lengths_make_one_sample() -> None:
     assert recent.expected("greedy", 1) == pytest.approx((0.8,))
 
 
+def test_short_blocks_say_nothing_of_what_lies_behind_them() -> None:
+    """Requests that verify one draft each, as an arm of a bench: for the others drafting still pays."""
+    pair, crowd = pair_of(COSTS), [state_of(1 << 19) for _ in range(128)]
+    for length in (BLOCK, 1, 1, 1):
+        learn_blocks(pair, crowd, [survivals(0.9, length)] * 128)
+    assert pair.outlook.recent.expected("greedy", BLOCK) == pytest.approx(survivals(0.9), rel=0.03)
+    assert len(step(pair, crowd, 0.9)) == 128
+    hopeless = RecentBlocks()
+    for rows in ([[0.0] * 3] * 300, [[0.5], [0.0]], [[0.5, 0.4], [0.9, 0.8, 0.7]]):
+        hopeless.add("greedy", rows)
+    assert hopeless.sample({"greedy": 1}, 5, 4).shape == (32, 5)
+
+
 @pytest.mark.parametrize("requests", [1, 4, 32])
 def test_a_forecast_is_what_the_planner_will_choose(requests: int) -> None:
     recent, source = RecentBlocks(), random.Random(4)
