@@ -270,7 +270,8 @@ class SparkApp(App[int]):
         self.chat.stop()
         self._show()
 
-    def action_interrupt(self) -> None:
+    async def action_interrupt(self) -> None:
+        await self.prompt.settle()
         selected = self.prompt.selected_text or self.screen.get_selected_text()
         if selected:
             self.copy_to_clipboard(selected)
@@ -290,7 +291,8 @@ class SparkApp(App[int]):
     def _disarm(self) -> None:
         self._quit_armed = False
 
-    def action_quit_if_empty(self) -> None:
+    async def action_quit_if_empty(self) -> None:
+        await self.prompt.settle()
         if self.prompt.text:
             self.prompt.action_delete_right()
         else:
@@ -399,12 +401,14 @@ class SparkApp(App[int]):
     def action_toggle_thinking(self) -> None:
         self.chat.toggle_thinking()
 
-    def action_search_history(self) -> None:
+    async def action_search_history(self) -> None:
+        await self.prompt.settle()
         if not self.prompt.search_history():
             self.chat.flash("nothing older in the history holds that")
 
-    def action_editor(self) -> None:
+    async def action_editor(self) -> None:
         """Hand the prompt to the user's editor; the screen is given back meanwhile."""
+        await self.prompt.settle()
         try:
             command = editor_command()
             with self.suspend():

@@ -26,6 +26,8 @@ REST_SECONDS = 0.01
 """How long the rest of a pasted text may take: the time between two keys that a hand presses is several times this."""
 _BULK = 256
 """Bytes of one read that no hand types."""
+_LONG = 64
+"""Characters that no hand types at once; as keys, each is drawn by itself."""
 _MOST = 1 << 20
 _WHITE = {"enter": "\n", "ctrl+j": "\n", "tab": "\t"}
 
@@ -65,20 +67,27 @@ class TerminalDriver(LinuxDriver):
 
 
 def with_pastes(messages: Iterable[Message]) -> Iterator[Message]:
-    """The messages of one read, with lines that came in one piece as a :class:`Paste`.
+    """The messages of one read, with text that came in one piece as a :class:`Paste`.
 
     A terminal that does not mark what is pasted sends it as keys, and each line end would send a line to the model.
     Commands that were typed while nobody read are no paste.
     """
     for is_text, run in groupby(messages, lambda message: _character(message) is not None):
         keys = list(run)
-        text = "".join(_character(key) or "" for key in keys) if is_text else ""
-        yield from [Paste(text)] if _is_pasted(text) else keys
+        num_pasted = _num_pasted("".join(_character(key) or "" for key in keys)) if is_text else 0
+        if num_pasted:
+            yield Paste("".join(_character(key) or "" for key in keys[:num_pasted]))
+        yield from keys[num_pasted:]
 
 
-def _is_pasted(text: str) -> bool:
+def _num_pasted(text: str) -> int:
+    """How many characters of a text are a paste: several lines, or more of one line than a hand types at once."""
     lines = text.split("\n")
-    return any(line.strip() for line in lines[1:]) and not any(map(is_known_command, lines))
+    if any(map(is_known_command, lines)):
+        return 0
+    if any(line.strip() for line in lines[1:]):
+        return len(text)
+    return len(lines[0]) if len(lines[0]) >= _LONG else 0
 
 
 def _character(message: Message) -> str | None:

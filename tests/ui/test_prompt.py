@@ -17,6 +17,16 @@ SLOW = ScriptedOptions(tokens_per_second=40)
 Open = Callable[..., Any]
 
 
+async def send_as_one_read(c: Any, keys: str) -> None:
+    """As a slow line delivers them."""
+    from textual._xterm_parser import XTermParser
+
+    for message in XTermParser().feed(keys):
+        message.set_sender(c.app)
+        c.app._driver.send_message(message)
+    await c.pilot.pause()
+
+
 async def test_ctrl_d_leaves_only_when_nothing_is_written(chat: Open) -> None:
     async with chat() as c:
         await c.ready()
@@ -117,14 +127,9 @@ async def test_keys_can_be_given_other_places(chat: Open, own_folders: Path) -> 
     ],
 )
 async def test_keys_that_come_in_a_bunch_keep_their_order(chat: Open, keys: str, written: str) -> None:
-    """Parsed as one chunk from the terminal, as a slow line delivers them."""
-    from textual._xterm_parser import XTermParser
-
     async with chat() as c:
         await c.ready()
-        for message in XTermParser().feed(keys):
-            message.set_sender(c.app)
-            c.app._driver.send_message(message)
+        await send_as_one_read(c, keys)
         await c.until(lambda: c.app.prompt.value == written)
 
 
@@ -142,3 +147,20 @@ async def test_a_setting_in_mid_answer_is_told_in_the_status_bar_and_commands_st
         assert c.app.chat.conversation.turns[0].answer.was_stopped
         await c.send("/history prose")
         await c.until(lambda: c.app.prompt.value == "prose, please")
+
+
+async def test_a_key_of_the_app_waits_for_the_letters_before_it(chat: Open) -> None:
+    async with chat() as c:
+        await c.ready()
+        await c.say("first question")
+        await c.say("second thought")
+        await send_as_one_read(c, "question\x12")
+        await c.until(lambda: c.app.prompt.value == "first question")
+        await send_as_one_read(c, "\x03")
+        await c.until(lambda: c.app.prompt.value == "")
+        await send_as_one_read(c, "not lost\x04")
+        await c.pilot.pause(0.1)
+        assert c.app.is_running and c.app.prompt.value == "not lost"
+        await send_as_one_read(c, " either\x03")
+        await c.until(lambda: c.app.prompt.value == "")
+        assert "up brings it back" in c.status

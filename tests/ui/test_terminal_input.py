@@ -36,6 +36,9 @@ def read_as(text: str) -> list[str]:
         ("hi\r\x1b[Z", ["h", "i", "enter", "shift+tab"]),
         ("hi\r/quit\r", ["h", "i", "enter", "slash", *"quit", "enter"]),
         ("/new\rhi\r", ["slash", *"new", "enter", "h", "i", "enter"]),
+        ("x" * 64 + "\r", ["x" * 64, "enter"]),
+        ("x" * 63 + "\r", [*("x" * 63), "enter"]),
+        ("/system " + "x" * 64 + "\r", ["slash", *"system", "space", *("x" * 64), "enter"]),
         ("a\x1b[1;3D\rb", ["a", "alt+left", "\nb"]),
     ],
 )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
+from contextlib import suppress
 from typing import ClassVar
 
 from rich.segment import Segment
@@ -18,6 +20,9 @@ from sparkchat.ui.commands import completions
 from sparkchat.ui.graphemes import next_boundary, previous_boundary
 from sparkchat.ui.history import History
 from sparkchat.ui.prompt_text import FILLER, decoded, encoded, shown_line, typed_character
+
+SETTLE_SECONDS = 2.0
+"""No key waits longer for the letters before it."""
 
 
 class Prompt(TextArea):
@@ -91,6 +96,13 @@ class Prompt(TextArea):
             event.prevent_default()
             return
         await super()._on_key(event)
+
+    async def settle(self) -> None:
+        """Wait for the letters that came in one bunch with a key of the app's, which the app gets to see first."""
+        written = asyncio.Event()
+        if self.call_later(written.set):
+            with suppress(TimeoutError):
+                await asyncio.wait_for(written.wait(), SETTLE_SECONDS)
 
     async def _do_at_once(self, key: str) -> bool:
         """Run what a key of the prompt's own does.
