@@ -48,6 +48,7 @@ from sparkchat.snapshot import (
     Listing,
     RemoteFile,
     cached,
+    is_held,
     lock_file,
     matches,
     missing_bytes,
@@ -161,7 +162,7 @@ class _Download:
     def run(self) -> None:
         self.blobs.mkdir(parents=True, exist_ok=True)
         for file in self.listing.files:
-            if size_of(self.blobs / file.etag) != file.size or not (self.blobs / file.etag).is_file():
+            if not is_held(file, self.listing, self.blobs.parent):
                 self._file(file)
             self.done += file.size
             self._report(0)

@@ -5,6 +5,7 @@ Bytes lie in ``blobs``, named by their checksum; a snapshot is a folder of links
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -21,6 +22,8 @@ from sparkchat.store import git_sha1_of, remove_tree, sha256_of, tree_bytes
 PART = ".sparkchat-part"
 """Ends the name of a blob that is not whole yet."""
 
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
+"""What disks without symbolic links answer."""
 _SMALL = 32 << 20
 _FRESH = ".sparkchat-"
 """Begins the name of a snapshot that is being put together; the commit follows."""
@@ -101,8 +104,16 @@ def missing_bytes(listing: Listing, folder: Path) -> int:
     return sum(
         file.size - min(size_of(part_of(blobs, file)), file.size)
         for file in listing.files
-        if size_of(blobs / file.etag) != file.size
+        if not is_held(file, listing, folder)
     )
+
+
+def is_held(file: RemoteFile, listing: Listing, folder: Path) -> bool:
+    """Whether all bytes are here: as a blob, or in its place on a disk without links."""
+    blob, place = folder / "blobs" / file.etag, folder / "snapshots" / listing.commit / file.path
+    if os.path.isfile(blob):
+        return size_of(blob) == file.size
+    return os.path.isfile(place) and not place.is_symlink() and matches(place, file.size, file.etag)
 
 
 def part_of(blobs: Path, file: RemoteFile) -> Path:
@@ -144,7 +155,7 @@ def publish(listing: Listing, source: HubSource, folder: Path) -> None:
     snapshot.parent.mkdir(parents=True, exist_ok=True)
     fresh = folder / f"{_FRESH}{listing.commit}"
     remove_tree(fresh)
-    if not os.path.exists(snapshot):
+    if not os.path.exists(snapshot) and _has_links(folder):
         for file in listing.files:
             link = fresh / file.path
             link.parent.mkdir(parents=True, exist_ok=True)
@@ -168,13 +179,35 @@ def _target(file: RemoteFile, snapshot: Path, folder: Path) -> str:
     return os.path.relpath(folder / "blobs" / file.etag, (snapshot / file.path).parent)
 
 
+def _has_links(folder: Path) -> bool:
+    """Whether the disk knows symbolic links; exFAT and some network disks do not."""
+    probe = folder / f"{_FRESH}link"
+    try:
+        probe.unlink(missing_ok=True)
+        probe.symlink_to("blobs")
+        probe.unlink()
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        return False
+    return True
+
+
 def _link(link: Path, target: str) -> None:
     if link.is_symlink() and os.readlink(link) == target:
         return
+    if os.path.isfile(link) and not os.path.exists(link.parent / target):
+        return  # in its place already
     link.parent.mkdir(parents=True, exist_ok=True)
     fresh = link.with_name(f".{link.name}.sparkchat")
     fresh.unlink(missing_ok=True)
-    fresh.symlink_to(target)
+    try:
+        fresh.symlink_to(target)
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        # The bytes themselves, as the hub's own tools do there.
+        fresh = link.parent / target
     fresh.replace(link)
 
 

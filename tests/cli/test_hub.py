@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import socket
@@ -285,3 +286,23 @@ def test_a_repository_of_gguf_files_names_one(main: Cli, hub: Hub, name: str, wo
     hub.repos["org/model"] = Repo({"m-Q4_0.gguf": b"GGUF", "m-Q8_0.gguf": b"GGUF"})
     done = main("pull", name)
     assert (done.code, words in done.error) == (3, True), done.err
+
+
+def test_a_disk_without_links_holds_the_files_themselves(
+    main: Cli, hub: Hub, own_folders: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(link: Path, target: object) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted", str(link))
+
+    monkeypatch.setattr(Path, "symlink_to", refuse)
+    done = main("pull", "hf:org/model")
+    assert done.code == 0, done.err
+    weights = next((own_folders / "hf").rglob("model.safetensors"))
+    assert not weights.is_symlink() and weights.read_bytes() == hub.repos["org/model"].files["model.safetensors"]
+    weights.unlink()
+    num_requests = len(hub.requests)
+    assert main("pull", "hf:org/model").code == 0
+    asked = [path for method, path, _ in hub.requests[num_requests:] if "/resolve/" in path]
+    assert [path.rpartition("/")[2] for path in asked] == ["model.safetensors"], "the others are there"
+    assert main("rm", "hf:org/model").code == 0
+    assert not list((own_folders / "hf").rglob("*.safetensors"))
