@@ -81,7 +81,7 @@ class SwiGLU:
 
     def __call__(self, x: Tensor, is_long: bool) -> Tensor:
         gate, up = self.gate_up(x, is_long).chunk(2, dim=-1)
-        return self.down(F.silu(gate).mul_(up), is_long)
+        return self.down(F.silu(gate).mul_(up).to(self.down.dtype), is_long)
 
 
 class DecoderLayer:

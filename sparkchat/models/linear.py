@@ -20,6 +20,8 @@ FP8_BLOCK = 128
 """Outputs and inputs that share a scale in ``Fp8Linear``."""
 _PACKED_ROWS = 8
 """Batch size oneDNN is told to expect when it chooses the layout."""
+_INT8_INPUTS = 16
+"""torch reads as many of an 8 bit weight at a time, whatever there is: other numbers of inputs end the process."""
 
 
 class Linear(Protocol):
@@ -175,9 +177,9 @@ def make_linear(weight: Weight, bias: Tensor | None, *, device: torch.device, dt
     fits_int4 = weight.shape[0] % 16 == 0 and weight.shape[1] % GROUP == 0
     if dtype is None and device.type == "cpu" and isinstance(weight, GroupedWeight) and weight.is_4bit and fits_int4:
         return Int4Linear(weight, None if bias is None else bias.to(torch.bfloat16))
-    if dtype is torch.int8:
+    if dtype is torch.int8 and weight.shape[1] % _INT8_INPUTS == 0:
         return Int8Linear(dense(weight), None if bias is None else bias.to(torch.bfloat16))
-    dtype = dtype or torch.bfloat16
+    dtype = torch.bfloat16 if dtype in (None, torch.int8) else dtype
     plain = dense(weight).to(device=device, dtype=dtype)
     bias = None if bias is None else bias.to(device=device, dtype=dtype)
     if device.type == "cpu" and torch.backends.mkldnn.is_available():

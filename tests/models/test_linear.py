@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparkchat.models.linear import Int4Linear, Int8Linear, PackedLinear, make_linear
+from sparkchat.models.layers import SwiGLU
+from sparkchat.models.linear import Int4Linear, Int8Linear, PackedLinear, make_lanes, make_linear
 from sparkchat.models.quant import GroupedWeight, dense, stack_rows, take_columns, take_rows
 
 CPU = torch.device("cpu")
@@ -95,3 +96,17 @@ def test_stacking_mixes_kinds() -> None:
     assert torch.equal(mixed, torch.cat([codes.dense(), plain]))
     no_shift = GroupedWeight(codes.codes, codes.scale, None)
     assert torch.equal(dense(stack_rows([codes, no_shift])), torch.cat([codes.dense(), no_shift.dense()]))
+
+
+@pytest.mark.parametrize(("hidden", "intermediate"), [(48, 128), (64, 100), (80, 96)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
+def test_products_of_two_kinds_follow_each_other(hidden: int, intermediate: int, dtype: torch.dtype) -> None:
+    """A size that is no whole groups of 32 takes one of them to another kernel, in another number format."""
+    generator = torch.Generator().manual_seed(hidden)
+    up = torch.randn(2 * intermediate, hidden, generator=generator).div_(hidden**0.5).bfloat16()
+    down = torch.randn(hidden, intermediate, generator=generator).div_(intermediate**0.5).bfloat16()
+    x = torch.randn(5, hidden, generator=generator)
+    gate, other = (x @ up.float().T).chunk(2, dim=-1)
+    wanted = torch.nn.functional.silu(gate).mul_(other) @ down.float().T
+    mlp = SwiGLU(*(make_lanes(weight, None, device=torch.device("cpu"), dtype=dtype) for weight in (up, down)))
+    torch.testing.assert_close(mlp(x.to(mlp.dtype), False).float(), wanted, rtol=0.05, atol=0.05)

@@ -70,6 +70,7 @@ class PackedMatrix:
     def plan(self, x: Tensor, threads: int) -> tuple[Part, Tensor]:
         """As a call with x [n, inputs], contiguous, n > 0, to be run by so many threads as a part of something larger:
         the result is filled in then."""
+        assert x.dtype == torch.float32 and x.shape[1] == self.inputs, "the kernels read memory as they are told"
         count, groups = x.shape[0], self.inputs // GROUP
         out = torch.empty((count, self.width), dtype=torch.float32)
         packed_bytes = count * groups * GROUP_ROW_BYTES if self.kind != BF16 else 0
