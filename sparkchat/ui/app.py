@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
+from rich.console import RenderableType
 from textual.app import App, ComposeResult, SuspendNotSupported, SystemCommand
 from textual.binding import Binding, BindingType
 from textual.containers import Container
@@ -25,6 +26,7 @@ from sparkchat.ui.bindings import CHAT_BINDINGS, key_rows
 from sparkchat.ui.bridge import Batch, Bridge, Engine
 from sparkchat.ui.chats import ChatStore
 from sparkchat.ui.clipboard import copied_message, fill_tmux_buffer, is_too_long, osc52
+from sparkchat.ui.columns import at_columns
 from sparkchat.ui.coming_back import watch_stops
 from sparkchat.ui.commands import COMMANDS
 from sparkchat.ui.compare import Comparison
@@ -122,6 +124,9 @@ class SparkApp(App[int]):
         if self.console.color_system == "standard":
             # Sixteen colours: the terminal's own by name, not what happens to be nearest to a theme's shades.
             self.theme = "ansi-dark"
+
+    def _display(self, screen: Screen[Any], renderable: RenderableType | None) -> None:
+        super()._display(screen, at_columns(renderable))
 
     def get_default_screen(self) -> Screen[Any]:
         return ChatScreen(id="_default")

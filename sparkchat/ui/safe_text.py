@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 import textwrap
+import unicodedata
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -68,6 +69,12 @@ def one_line(text: str, ascii_only: bool = False) -> str:
 def char_width(character: str) -> int:
     """Cells of one shown character: 0, 1 or 2."""
     return get_character_cell_size(character)
+
+
+@lru_cache(maxsize=8192)
+def most_cells(character: str) -> int:
+    """Cells of one shown character on the terminal that gives it most (see ``columns.py``)."""
+    return max(char_width(character), unicodedata.category(character) == "Mc")
 
 
 def text_width(text: str) -> int:

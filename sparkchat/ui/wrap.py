@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sparkchat.ui.safe_text import char_width
+from sparkchat.ui.safe_text import char_width, most_cells
 
 
 def wrap(text: str, width: int, *, words: bool, start: int = 0) -> list[int]:
@@ -10,7 +10,7 @@ def wrap(text: str, width: int, *, words: bool, start: int = 0) -> list[int]:
 
     A row holds at most ``width`` cells, plus trailing spaces that hang over the edge. With ``words`` it breaks after
     a space or beside a wide character when there is one, else anywhere. A character is never parted from the
-    zero-width ones that follow it.
+    zero-width ones that follow it, nor from a vowel sign that has a cell on some terminals.
     """
     width = max(width, 2)
     starts = [start]
@@ -31,19 +31,21 @@ def _ascii_row(text: str, start: int, width: int, words: bool) -> int | None:
 
 
 def _wide_row(text: str, start: int, width: int, words: bool) -> int | None:
-    used, candidate, previous_wide = 0, 0, False
+    used, candidate, base, previous_wide = 0, 0, start, False
     for index in range(start, len(text)):
         character = text[index]
-        cells = 1 if character.isascii() else char_width(character)
-        if cells and words and (cells == 2 or previous_wide):
-            candidate = index
+        cells = 1 if character.isascii() else most_cells(character)
+        if cells and (character.isascii() or char_width(character)):
+            base = index
+            if words and (cells == 2 or previous_wide):
+                candidate = index
         if used + cells > width:
             if character == " " and words:
                 return index + 1 if index + 1 < len(text) else None
-            return candidate if words and candidate > start else max(index, start + 1)
+            return candidate if words and candidate > start else base if base > start else max(index, start + 1)
         if character == " ":
             candidate = index + 1
-        if cells:
+        if base == index:
             previous_wide = cells == 2
         used += cells
     return None

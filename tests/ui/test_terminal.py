@@ -7,9 +7,11 @@ import os
 import signal
 import statistics
 import time
+import unicodedata
 from pathlib import Path
 
 import pytest
+import wcwidth
 
 from ui.pty_program import PtyProgram
 
@@ -201,6 +203,32 @@ def test_wide_and_right_to_left_text_moves_no_border() -> None:
         assert all(each == backgrounds[0] for each in backgrounds), "the panel's edge moved"
         for words in ("keycap", "flag", "marks", "FULL".translate({c: c + 0xFEE0 for c in range(33, 127)})):
             assert words in program.text
+
+
+INDIAN = "हिन्दी भाषा में कुछ शब्द यहाँ हैं और यह पंक्ति लंबी है ताकि वह टूटे "
+
+
+def test_signs_that_take_a_cell_on_some_terminals_move_no_panel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The emulator gives vowel signs the cell that tmux and xterm give them."""
+
+    def cells(character: str) -> int:
+        return 1 if unicodedata.category(character) == "Mc" else wcwidth.wcwidth(character)
+
+    monkeypatch.setattr("ui.pty_program.wcwidth", cells)
+    monkeypatch.setattr("pyte.screens.wcwidth", cells)
+    with PtyProgram((110, 30), options={"text": f"{INDIAN}\n" * 4 + INDIAN * 3, "tokens_per_second": 500}) as program:
+        program.shows("ready")
+        program.send("question\r")
+        program.shows("complete")
+        program.send("\x1bOP")
+        program.shows("this help")
+        program.send("\x1b")
+        program.until(lambda: "this help" not in program.text and "complete" in program.text)
+        program.read(0.3)
+        rows = [program.screen.buffer[y] for y in range(1, 27)]
+        assert len({tuple(row[x].bg for x in (69, 70, 71, 109)) for row in rows}) == 1, "the panel's edge moved"
+        shown = "".join("".join(row[x].data for x in range(68)).rstrip() for row in rows)
+        assert shown.count("टूटे") == 7, "the ends of rows are covered by the panel"
 
 
 def test_model_text_never_reaches_the_terminal_as_control() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+import unicodedata
 
 import pytest
 from rich.cells import cell_len
@@ -12,7 +13,7 @@ from sparkchat.ui.document import Section
 from sparkchat.ui.glyphs import ASCII, UNICODE
 from sparkchat.ui.line import Line
 from sparkchat.ui.long_text import CHUNK, LongText
-from sparkchat.ui.safe_text import TerminalFilter, fit, in_columns, text_width, visible
+from sparkchat.ui.safe_text import TerminalFilter, fit, in_columns, most_cells, text_width, visible
 from sparkchat.ui.wrap import wrap
 
 HOSTILE = [
@@ -180,6 +181,17 @@ def test_fit_cuts_by_cells() -> None:
     assert fit("你好你好", 5) == "你好…"
     assert fit("ab", 4) == "ab  "
     assert text_width(fit("你好", 2)) == 2
+
+
+@pytest.mark.parametrize("words", [True, False])
+@pytest.mark.parametrize("width", [2, 3, 7, 20])
+def test_a_vowel_sign_stays_with_its_letter(width: int, words: bool) -> None:
+    text = "हिन्दी भाषा यहाँ हैं தமிழ் மொழி" * 3
+    starts = wrap(text, width, words=words)
+    rows = [text[a:b] for a, b in zip(starts, [*starts[1:], None], strict=True)]
+    assert "".join(rows) == text and all(rows)
+    assert not any(unicodedata.category(row[0]).startswith("M") for row in rows)
+    assert all(sum(map(most_cells, row.rstrip(" "))) <= width for row in rows)
 
 
 @pytest.mark.parametrize("words", [True, False])
