@@ -12,8 +12,10 @@ import errno
 import logging
 import signal
 import socket
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import uvicorn
 
@@ -28,6 +30,8 @@ from sparkchat.trace import TraceWriter
 _CODES = {signal.SIGINT: Interrupted.exit_code, signal.SIGTERM: Terminated.exit_code, signal.SIGHUP: 129}
 _LAST_WORDS_SECONDS = 2.0
 """How long clients may take to be told that their answer was stopped."""
+_CROWDED_SECONDS = 60.0
+"""How often it is said that no connection can be taken."""
 _BACKLOG = 2048
 
 
@@ -77,6 +81,31 @@ class _Lines(logging.Handler):
             logging.lastResort.emit(record)  # type: ignore[union-attr]
 
 
+class _LoopErrors:
+    """What the event loop has to report, one line each instead of a traceback.
+
+    Where the process has no file left for a connection the loop says so thousands of times a second.
+    """
+
+    def __init__(self, say: Callable[[str], None], debug: bool, clock: Callable[[], float] = time.monotonic) -> None:
+        self._say = say
+        self._debug = debug
+        self._clock = clock
+        self._quiet_until = 0.0
+
+    def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+            if self._clock() >= self._quiet_until:
+                self._say(f"further connections have to wait: {error.strerror}; see `ulimit -n`")
+                self._quiet_until = self._clock() + _CROWDED_SECONDS
+            return
+        what = "" if error is None else f", {type(error).__name__}: {error}"
+        self._say(f"internal error, {context.get('message')}{what}")
+        if self._debug:
+            loop.default_exception_handler(context)
+
+
 def run_server(
     config: RunConfig, options: ServeOptions, say: Callable[[str], None], show_loading: Callable[[Event], None]
 ) -> int:
@@ -119,6 +148,7 @@ class _Service:
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
+        loop.set_exception_handler(_LoopErrors(self._say, self._config.debug))
         for number in _CODES:
             if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
                 continue  # nohup: it shall outlive its terminal

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import re
 from dataclasses import replace
 from typing import Any
@@ -17,6 +18,7 @@ from sparkchat.serve.http import Exchange, Gone
 from sparkchat.serve.mailbox import Mailbox
 from sparkchat.serve.metrics import Metrics
 from sparkchat.serve.prefixes import Prefixes
+from sparkchat.serve.server import _LoopErrors
 from sparkchat.serve.shapes import ChatShape
 
 Event = dict[str, Any]
@@ -274,3 +276,17 @@ def test_without_a_drafter_there_is_no_speculation() -> None:
 
 def test_names_are_quoted() -> None:
     assert r'model_name="a\"b\\c"' in Metrics().text('a"b\\c', None)
+
+
+def test_a_process_without_a_file_left_says_so_once_a_minute() -> None:
+    said, now = list[str](), [0.0]
+    report = _LoopErrors(said.append, debug=False, clock=lambda: now[0])
+    loop = asyncio.new_event_loop()
+    for now[0] in (0.0, 0.1, 59.0, 61.0):
+        for _ in range(100):
+            error = OSError(errno.EMFILE, "Too many open files")
+            report(loop, {"message": "socket.accept() out of system resource", "exception": error})
+    assert said == ["further connections have to wait: Too many open files; see `ulimit -n`"] * 2
+    report(loop, {"message": "Task exception was never retrieved", "exception": ValueError("x")})
+    assert said[-1] == "internal error, Task exception was never retrieved, ValueError: x"
+    loop.close()
