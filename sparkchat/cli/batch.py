@@ -16,7 +16,7 @@ import typer
 from sparkchat import strict_json
 from sparkchat.cli import arguments as a
 from sparkchat.cli.lines import Lines
-from sparkchat.cli.output import data, note
+from sparkchat.cli.output import json_text, note
 from sparkchat.cli.prepare import prepare
 from sparkchat.client import EngineClient
 from sparkchat.config import RunConfig
@@ -202,7 +202,7 @@ class _Batch:
         while self.waiting and self.waiting[0].result is not None:
             line = self.waiting.popleft()
             echoed = {"id": line.fields["id"]} if "id" in line.fields else {}
-            data(strict_json.dumps(echoed | line.result, keep_surrogates=True))
+            json_text(strict_json.dumps(echoed | line.result, keep_surrogates=True))
 
     def _end_waiting(self, reason: str, message: str | None = None) -> None:
         """Close what the engine does not close, with what has come of it."""

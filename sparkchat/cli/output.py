@@ -16,7 +16,14 @@ def data(text: str) -> None:
 
 
 def as_json(value: Any) -> None:
-    data(strict_json.dumps(value, indent=2))
+    json_text(strict_json.dumps(value, indent=2))
+
+
+def json_text(text: str) -> None:
+    """JSON is UTF-8 whatever the terminal's encoding: a question mark in it would be another text."""
+    sys.stdout.flush()
+    sys.stdout.buffer.write(text.encode("utf-8") + b"\n")
+    sys.stdout.buffer.flush()
 
 
 def note(text: str) -> None:

@@ -183,7 +183,7 @@ def test_each_result_is_written_before_the_next_request_is_needed(
         seen.append(text)
         answered.set()
 
-    monkeypatch.setattr("sparkchat.cli.batch.data", keep)
+    monkeypatch.setattr("sparkchat.cli.batch.json_text", keep)
     waited = []
 
     def ask() -> None:
@@ -294,7 +294,7 @@ def test_an_output_that_nobody_reads_does_not_hold_it(
         os.kill(os.getpid(), signal.SIGTERM)
         threading.Event().wait(60)
 
-    monkeypatch.setattr("sparkchat.cli.batch.data", write)
+    monkeypatch.setattr("sparkchat.cli.batch.json_text", write)
     monkeypatch.setattr("sparkchat.cli.batch._CANCEL_SECONDS", 0.1)
     stdin.send({"id": 1, "prompt": "x"})
     assert main("batch", model_folder).code == 143

@@ -159,6 +159,14 @@ def test_a_terminal_that_cannot_show_a_character_gets_a_question_mark(cli: Cli, 
     assert "mod?le?" in done.out
 
 
+def test_json_is_utf_8_whatever_the_encoding_of_the_terminal(cli: Cli, tmp_path: Path) -> None:
+    folder = tmp_path / "mod\u00e8le\u4e2d"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    done = cli("show", folder, "--json", env={"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"})
+    assert (done.code, done.json["name"]) == (0, str(folder))
+
+
 def test_an_unwritable_cache_is_one_line(cli: Cli) -> None:
     done = cli("pull", "smollm2-135m", env={"XDG_CACHE_HOME": "/proc/nope"})
     assert done.code == 1
