@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from sparkchat.engine.outlook import FEW, Company, Outlook
 from sparkchat.engine.pair import LoadedPair
-from sparkchat.engine.request import RequestState
+from sparkchat.engine.request import FIRST_ROUND, RequestState
 from sparkchat.engine.step_plan import StepIntent, costs_of, intend, plain_theta, standing_mode
 from sparkchat.params import Mode
 
@@ -28,7 +28,7 @@ def intend_all(
     drafting = [i for i, intent in others.items() if intent.draft_len]
     key = (len(states), len(sharing), len(drafting), id(pair.cost))
     outlook = pair.outlook.of(apart)
-    if all(states[i].round == 0 for i in sharing):
+    if all(states[i].round <= FIRST_ROUND for i in sharing):
         outlook.begin()
     count = outlook.admit(key, len(sharing), lambda: _company(states, sharing, others, pair, outlook))
     drafters = frozenset(sharing[:count])

@@ -13,7 +13,7 @@ from sparkchat.engine.batch import pack_rows
 from sparkchat.engine.laws import draw_next, target_laws
 from sparkchat.engine.logprobs import keep_scores
 from sparkchat.engine.pair import LoadedPair
-from sparkchat.engine.request import RequestState
+from sparkchat.engine.request import FIRST_ROUND, RequestState
 from sparkchat.engine.slots import FLUSH_ROWS, flush_contexts, keep_prompt
 
 CHUNK_ROWS = 256
@@ -63,7 +63,7 @@ def _first_tokens(pair: LoadedPair, states: Sequence[RequestState], logits: torc
     chosen = draw_next(rows, uniforms[:, 0])
     for state, token in zip(states, chosen, strict=True):
         state.tokens = list(state.prompt_ids)
-        state.round = 1
+        state.round = FIRST_ROUND
         if state.is_finished:
             continue
         state.first_token_ns = time.monotonic_ns()

@@ -14,6 +14,9 @@ from sparkchat.engine.statistics import SpeculationStatistics
 from sparkchat.params import DraftTemperature, GenerateRequest, Mode, SamplingParams
 from sparkchat.sampling_kind import sampling_kind
 
+FIRST_ROUND = 1
+"""Of decoding; the prompt pass, which draws the first token, is round 0."""
+
 
 @dataclass
 class RequestState:

@@ -384,3 +384,21 @@ def test_captured_steps_try_drafting_again_beside_a_request_that_drafts_apart(ti
         drafting = [step["i"] for step in outcome.steps if step["draft_ids"]]
         assert drafting and PAUSE - 5 < drafting[-1] < PAUSE + 12
         assert len(drafting) < 10
+
+
+ALONE = CostTable((1, 6), (10.0, 60.0), "measured", 1.0, (BatchCosts(1, (1, 6), (10.0, 60.0), 1.0),), False)
+"""Drafting is never worth it."""
+
+
+@pytest.mark.parametrize("graphs", [None, True])
+def test_the_next_answer_of_an_engine_waits_no_longer_than_for_a_first_trial(
+    graphs: bool | None, tiny_pair: Any
+) -> None:
+    runner = open_runner(tiny_pair.target, tiny_pair.drafter, cost=ALONE, concurrency=1, context=200, graphs=graphs)
+    line: dict[str, Any] = {"prompt_ids": [301, 302], "mode": "compact", "ignore_eos": True}
+    (first,) = runner.watch([{**line, "max_tokens": FEW + 12}])
+    tried = [bool(step["draft_ids"]) for step in first.steps]
+    assert tried[0] and not tried[-1]
+    assert runner.engine.pair.outlook._pause > PAUSE
+    (second,) = runner.watch([{**line, "max_tokens": PAUSE + 8}])
+    assert [bool(step["draft_ids"]) for step in second.steps].index(True) == PAUSE
