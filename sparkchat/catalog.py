@@ -171,6 +171,8 @@ def checked_model_path(path: Path, asked: str) -> Path:
                 f"the folder {asked} holds no config.json, so it is no model folder; give one that does"
             )
         return path
+    if path.suffix == ".toml":
+        raise UsageError(f"{asked} is a profile, not a model; give it as --profile {asked}")
     if not _is_gguf(path):
         raise DamagedFile(
             f"{asked} is not a GGUF file (it does not begin with GGUF); give a model folder or a .gguf file"

@@ -89,6 +89,10 @@ def test_what_is_no_model_says_so(tmp_path: Path) -> None:
     file.write_bytes(b"PK\x03\x04")
     with pytest.raises(DamagedFile, match="not a GGUF file"):
         find_model(str(file), user_paths())
+    profile = tmp_path / "mine.toml"
+    profile.write_text("[run]\n")
+    with pytest.raises(UsageError, match="give it as --profile"):
+        find_model(str(profile), user_paths())
 
 
 def test_drafters(model_folder: Path, drafter_folder: Path, tmp_path: Path) -> None:
