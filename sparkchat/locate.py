@@ -68,7 +68,7 @@ def locate(sources: tuple[Source, ...], name: str, paths: Paths, progress: Progr
 
 
 def refetch(sources: tuple[Source, ...], name: str, paths: Paths, progress: Progress) -> Located:
-    """What ``pull`` does: nothing when the files are whole, else fetch, replacing a damaged file."""
+    """What ``pull`` does: nothing when the files are whole, else fetch what is damaged or not there."""
     try:
         found = on_disk(sources, paths, name)
     except DamagedFile as error:
@@ -78,7 +78,14 @@ def refetch(sources: tuple[Source, ...], name: str, paths: Paths, progress: Prog
         found = None
     if found is not None and _drop_damaged(found.path, sources, paths, progress):
         found = None
-    return found or fetch(sources, name, paths, progress)
+    if found is None:
+        return fetch(sources, name, paths, progress)
+    if snapshot.may_lack_files(found.path):
+        try:
+            return fetch(tuple(s for s in sources if _cached(s, paths) == found.path), name, paths, progress)
+        except (Unreachable, ModelNotFound, NoAccess):
+            return found
+    return found
 
 
 def _drop_damaged(found: Path, sources: tuple[Source, ...], paths: Paths, progress: Progress) -> bool:

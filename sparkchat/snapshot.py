@@ -24,6 +24,7 @@ PART = ".sparkchat-part"
 
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 """What disks without symbolic links answer."""
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _SMALL = 32 << 20
 _FRESH = ".sparkchat-"
 """Begins the name of a snapshot that is being put together; the commit follows."""
@@ -275,6 +276,12 @@ def _read_ref(folder: Path, revision: str) -> str | None:
         return text
     # A revision may also be a commit that was fetched under a branch's name.
     return revision if os.path.isdir(folder / "snapshots" / revision) else None
+
+
+def may_lack_files(found: Path) -> bool:
+    """Is it a folder without a tokenizer? Drafters have none; of a model, another tool may have fetched weights
+    alone. Which it is, the hub can tell."""
+    return os.path.isdir(found) and not any(os.path.isfile(found / name) for name in _TOKENIZERS)
 
 
 def is_complete(snapshot: Path, name: str) -> bool:

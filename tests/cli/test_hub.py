@@ -306,3 +306,19 @@ def test_a_disk_without_links_holds_the_files_themselves(
     assert [path.rpartition("/")[2] for path in asked] == ["model.safetensors"], "the others are there"
     assert main("rm", "hf:org/model").code == 0
     assert not list((own_folders / "hf").rglob("*.safetensors"))
+
+
+def test_pull_brings_a_tokenizer_that_another_tool_left_out(main: Cli, hub: Hub, own_folders: Path) -> None:
+    assert main("pull", "hf:org/model").code == 0
+    link = next((own_folders / "hf").rglob("tokenizer.json"))
+    content = link.read_bytes()
+    link.resolve().unlink()
+    link.unlink()
+    hub.repos["org/model"].forbidden = True
+    assert main("pull", "hf:org/model").code == 0, "a drafter has none: where the hub does not tell, nothing is missing"
+    hub.repos["org/model"].forbidden = False
+    num_requests = len(hub.requests)
+    assert main("pull", "hf:org/model").code == 0
+    assert link.read_bytes() == content
+    asked = [path for method, path, _ in hub.requests[num_requests:] if "/resolve/" in path]
+    assert [path.rpartition("/")[2] for path in asked] == ["tokenizer.json"]
