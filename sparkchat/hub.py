@@ -84,9 +84,14 @@ T = TypeVar("T")
 def _token() -> str | None:
     """The access token that Hugging Face's own tools would send; none where its file cannot be read."""
     try:
-        return None if constants.HF_HUB_DISABLE_IMPLICIT_TOKEN else get_token()
+        token = None if constants.HF_HUB_DISABLE_IMPLICIT_TOKEN else get_token()
     except (OSError, UnicodeDecodeError):
         return None
+    if token is not None and not (token.isascii() and token.isprintable()):
+        raise NoAccess(
+            "your access token holds characters that none has; log in again (`hf auth login`), or set HF_TOKEN"
+        )
+    return token
 
 
 def reachability() -> str:

@@ -94,3 +94,12 @@ def test_a_login_page_is_no_hub(main: Cli, hub: Hub) -> None:
 def test_a_name_that_no_hub_allows_is_not_found(main: Cli, hub: Hub) -> None:
     done = main("pull", "hf:org/a--b")
     assert (done.code, "allows no name like hf:org/a--b" in done.error) == (3, True)
+
+
+def test_a_token_that_cannot_be_sent_is_said_and_not_shown(
+    main: Cli, hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_gehe\u00efm")
+    done = main("pull", "hf:org/model")
+    assert (done.code, "your access token holds characters" in done.error) == (77, True)
+    assert "gehe" not in done.error
