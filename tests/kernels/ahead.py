@@ -1,7 +1,7 @@
 """Compiles every kernel for an H200 on a machine without one: ``PYTHONPATH=. python tests/kernels/ahead.py [NAME]``.
 
-The launches are the real ones, with tensors on the CPU; compiling takes the place of starting. Prints a line a kernel:
-what it is, registers spilled, shared memory.
+``--card=8.9`` compiles for another make. The launches are the real ones, with tensors on the CPU; compiling takes the
+place of starting. Prints a line a kernel: what it is, registers spilled, shared memory.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
 
 from sparkchat.engine.captured.state import Block, Records, Seats, StepInputs
 from sparkchat.kernels.accept import AcceptBuffers
@@ -26,6 +27,7 @@ from sparkchat.kernels.accept.kernel import launch_accept_block
 from sparkchat.kernels.activation.kernel import launch_silu_mul
 from sparkchat.kernels.attention import attention_workspace
 from sparkchat.kernels.attention.kernel import EXACT_TILE, HALF_TILE, launch_decode_attention
+from sparkchat.kernels.cards import H200, Card, assumed, card_of
 from sparkchat.kernels.gemm import gemm_splits
 from sparkchat.kernels.gemm.kernel import launch_small_gemm
 from sparkchat.kernels.launch import Overlap, overlap, started_by
@@ -42,13 +44,21 @@ from sparkchat.kernels.seats.kernel import launch_enter_block, launch_enter_rows
 
 CPU = torch.device("cpu")
 HALF = torch.bfloat16
+CARDS = {"8.0": 166_912, "8.6": 101_376, "8.9": 101_376, "9.0": H200.shared_bytes, "10.0": 232_448, "12.0": 101_376}
+"""Shared memory of a program by compute capability (CUDA C++ programming guide, technical specifications)."""
+
+
+def card_named(capability: str) -> Card:
+    major, minor = capability.split(".")
+    return Card((int(major), int(minor)), CARDS[capability])
 
 
 class Driver:
     """What the compiler asks of a device: which one it is."""
 
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
+        major, minor = card_of(CPU).capability
+        return GPUTarget("cuda", 10 * major + minor, 32)
 
     def get_current_device(self) -> int:
         return 0
@@ -65,7 +75,9 @@ def resources_of(ptx: str) -> tuple[int, int]:
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as source:
         source.write(ptx)
         source.flush()
-        command = [triton.knobs.nvidia.ptxas.path, "-v", "-arch=sm_90a", source.name, "-o", os.devnull]
+        arch = Driver().get_current_target().arch
+        make = sm_arch_from_capability(arch)
+        command = [get_ptxas(arch).path, "-v", f"-arch={make}", source.name, "-o", os.devnull]
         said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     stack = max(int(number) for number in re.findall(r"(\d+) bytes stack frame", said))
     return stack, max(int(number) for number in re.findall(r"Used (\d+) registers", said))
@@ -112,13 +124,14 @@ def attention() -> None:
     for heads, kv_heads, dim, dtype, most, window in (
         (32, 8, 128, HALF, 8, None),
         (32, 8, 128, HALF, 1, None),
+        (32, 16, 256, HALF, 8, None),
         (9, 3, 64, HALF, 8, None),
         (9, 3, 64, torch.float32, 8, 100),
     ):
         cache, q = torch.zeros(2, 2 * kv_heads, 2048, dim, dtype=dtype), torch.zeros(8, heads, dim, dtype=dtype)
         space = attention_workspace(8, heads, dim, 2048, CPU)
         launch_decode_attention(q, cache, starts, rows, positions, positions, q, space, most, window, None)
-        with overlap(Overlap.SMALL):
+        with overlap(Overlap.SMALL if card_of(CPU).starts_early else Overlap.NONE):
             given = (q, cache, starts, rows, positions, positions, q, space, most, window, None)
             launch_decode_attention(*given, is_settled=True)
             if window is None:
@@ -141,6 +154,9 @@ def gemm() -> None:
             launch_small_gemm(x, weight, out, None, None, epilogue)
     weight, x = torch.zeros(960, 576), torch.zeros(8, 576)
     launch_small_gemm(x, weight, torch.zeros(8, 960), None, torch.zeros(960), "add")
+
+
+def gemm_of_codes() -> None:
     weight = torch.zeros(6144, 4096, dtype=torch.float8_e4m3fn)
     x, scales = torch.zeros(8, 4096, dtype=HALF), torch.ones(48, 32)
     launch_small_gemm(x, weight, torch.zeros(gemm_splits(weight), 8, 6144), scales, None, "partials")
@@ -209,13 +225,15 @@ def planner() -> None:
 
 
 ALL: dict[str, Callable[[], None]] = {
-    f.__name__: f for f in (norm, rope, attention, gemm, markov, accept, seats, row_places, planner)
+    f.__name__: f for f in (norm, rope, attention, gemm, gemm_of_codes, markov, accept, seats, row_places, planner)
 }
 
 
-def main(names: list[str]) -> None:
+def main(arguments: list[str]) -> None:
     triton.runtime.driver.set_active(Driver())
-    with started_by(compile_only), overlap():
+    names = [name for name in arguments if not name.startswith("--card=")]
+    capability = next((a.removeprefix("--card=") for a in arguments if a.startswith("--card=")), "9.0")
+    with assumed(card_named(capability)), started_by(compile_only), overlap(card_of(CPU).starts_early):
         for name in names or ALL:
             ALL[name]()
 

@@ -20,6 +20,7 @@ from sparkchat.engine.captured.step import CapturedStep
 from sparkchat.engine.captured.tiers import row_tiers
 from sparkchat.engine.pair import LoadedPair
 from sparkchat.engine.request import RequestState
+from sparkchat.kernels.cards import card_of
 from sparkchat.models.deepseek_v4.model import DeepseekV4
 from sparkchat.models.deepseek_v4.packed import has_kernels
 from sparkchat.models.paged_cache import PagedCache
@@ -73,7 +74,8 @@ def build_decoder(
     """A decoder for up to ``seats`` requests; takes all the storage of the pair's caches for good.
 
     ``stages`` None captures on a GPU and runs eagerly elsewhere. ``is_fused`` None takes the kernels of
-    ``sparkchat.kernels`` on a GPU where they compute all that the pair needs, True insists, False takes torch's own.
+    ``sparkchat.kernels`` on a GPU that runs them (kernels/cards.py) where they compute all that the pair needs, True
+    insists, False takes torch's own.
     ``overlaps``: which captured kernels may start while the one before them ends (kernels/launch.py); None takes what
     was measured to be best for the model.
     """
@@ -85,7 +87,7 @@ def build_decoder(
         spare_draft_row=0 if pair.draft_cache is None else _spare(pair.draft_cache),
         temperatures=(pair.temperatures or (1.0,) * block)[:block],
         exponents=None if pair.simulated is None else tuple(pair.simulated.exponents[:block]),
-        is_fused=pair.device.type == "cuda" if is_fused is None else is_fused,
+        is_fused=pair.device.type == "cuda" and card_of(pair.device).runs_kernels if is_fused is None else is_fused,
         insists=is_fused is True,
         fuses_layers=_takes_layers(own_part(pair)),
     )

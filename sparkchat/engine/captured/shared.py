@@ -23,6 +23,7 @@ from sparkchat.engine.captured.graphs import EagerStages, GraphStages, Stage, St
 from sparkchat.engine.captured.laws import Draws
 from sparkchat.engine.captured.step import CapturedStep
 from sparkchat.engine.pair import LoadedPair
+from sparkchat.kernels.cards import card_of
 
 if TYPE_CHECKING:
     from sparkchat.engine.ranks import Team
@@ -47,12 +48,13 @@ def own_part(pair: LoadedPair) -> LoadedPair:
 
 
 def own_stages(device: torch.device, overlaps: Overlap | str | None = None) -> Stages:
-    """Captured on a GPU, run as they are elsewhere. ``overlaps``: as of ``GraphStages``, or what it is called."""
+    """Captured on a GPU, run as they are elsewhere. ``overlaps``: as of ``GraphStages``, or what it is called;
+    none on cards that cannot start a kernel early."""
     if device.type != "cuda":
         return EagerStages()
     from sparkchat.kernels.launch import Overlap
 
-    return GraphStages(device, Overlap(overlaps or "none"))
+    return GraphStages(device, Overlap(overlaps or "none") if card_of(device).starts_early else Overlap.NONE)
 
 
 class SharedStages:

@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sparkchat.kernels.cards import card_of
 from sparkchat.kernels.launch import launch, power_of_two, prefetch, reads_ahead, wait
 
 if TYPE_CHECKING:
@@ -343,6 +344,7 @@ def launch_decode_attention(
     tile = tile or (EXACT_TILE if is_exact else HALF_TILE)
     if pages is not None and page_size % tile.keys:
         raise ValueError(f"pages of {page_size} keys are not whole tiles of {tile.keys}")
+    stages = min(tile.stages, _most_stages(tile.keys, dim, q.element_size(), card_of(q.device).shared_bytes))
     requests, spans = starts.shape[0] - 1, workspace.mixed.shape[2]
     tiles = -(-max_rows // (QUERIES // group))
     groups = requests * tiles * kv_heads
@@ -359,7 +361,7 @@ def launch_decode_attention(
         KV_HEADS=kv_heads, GROUP=group, DIM=dim, QUERIES=QUERIES, TILES=tiles, PROGRAMS=programs, UNIT=UNIT,
         BLOCK=tile.keys, WINDOW=window or 0, PAGE=0 if pages is None else page_size, EXACT=is_exact,
         INSIDE=groups >= tile.many_groups, BUNDLED=is_bundled, SETTLED=reads_ahead(is_settled),
-        num_warps=tile.warps, num_stages=tile.stages if pages is None else 2 * tile.stages - 1,
+        num_warps=tile.warps, num_stages=stages if pages is None else 2 * stages - 1,
     )  # fmt: skip
     if groups < tile.many_groups:
         piece = min(dim, _PIECE)
@@ -369,6 +371,12 @@ def launch_decode_attention(
             HEADS=heads, DIM=dim, PIECE=piece, BUNDLED=is_bundled, AHEAD=_AHEAD, UNIT=UNIT, WINDOW=window or 0,
             SETTLED=reads_ahead(is_settled), num_warps=1,
         )  # fmt: skip
+
+
+def _most_stages(keys: int, dim: int, element_size: int, shared_bytes: int) -> int:
+    """Beside queries and chances shared memory holds one tile of keys and values for each stage but the first."""
+    rest = shared_bytes - QUERIES * (dim + 2 * keys) * element_size
+    return 1 + max(1, rest // (2 * keys * dim * element_size))
 
 
 def _check(q: Tensor, cache: Tensor, out: Tensor, group: int) -> None:

@@ -26,19 +26,21 @@ def widen(codes):
 
     Five instructions for two codes. The card's own conversion goes by way of float16 and needs two of the slowest kind
     besides (16 threads a clock and multiprocessor), and shifts of single numbers no fewer instructions. NaN, which no
-    weight is, becomes 480.
+    weight is, becomes 480. Multiplied by adding -0, as cards before compute capability 9.0 have no multiplication of
+    pairs.
     """
     return tl.inline_asm_elementwise(
         """
         {
-            .reg .b32 t, s, c;
+            .reg .b32 t, s, c, z;
             cvt.u32.u16 t, $1;
             mov.b32 c, 0x7b807b80;
+            mov.b32 z, 0x80008000;
             prmt.b32 t, t, 0, 0x1404;
             and.b32 s, t, 0x80008000;
             shr.b32 t, t, 4;
             lop3.b32 t, t, 0x07f007f0, s, 0xea;
-            mul.rn.bf16x2 $0, t, c;
+            fma.rn.bf16x2 $0, t, c, z;
         }
         """,
         "=r,h", [codes.to(tl.uint8, bitcast=True)], dtype=tl.bfloat16, is_pure=True, pack=2,
@@ -134,6 +136,9 @@ def launch_small_gemm(
     plan = plan or plan_of(weight, epilogue, rows, starts_early(is_streaming=True))
     is_silu = epilogue == "silu_mul"
     outs = plan.block_out // 2 if is_silu else plan.block_out
+    widens = scales is not None and plan.widens and can_widen(x.dtype)
+    if widens:
+        weight = as_codes(weight)
     launch(
         _small_gemm, (-(-(n // 2 if is_silu else n) // outs), plan.splits, -(-count // rows)),
         x, weight, _tiles(plan, weight, is_silu), x if scales is None else scales, x if bias is None else bias, out,
@@ -141,15 +146,20 @@ def launch_small_gemm(
         out.stride(-2), out.stride(0) if epilogue == "partials" else 0,
         ROWS=rows, BLOCK_OUT=plan.block_out, BLOCK_K=plan.block_k, PART_K=plan.part_k,
         EVEN_K=k == plan.part_k * plan.splits, EPILOGUE={"add": _ADD, "silu_mul": _SILU_MUL}.get(epilogue, _NONE),
-        HAS_BIAS=bias is not None, HAS_SCALES=scales is not None, WIDENS=plan.widens and _can_widen(x),
+        HAS_BIAS=bias is not None, HAS_SCALES=scales is not None, WIDENS=widens,
         EXACT=x.dtype == torch.float32, BULK=plan.is_bulk,
         PREFETCH_BYTES=_prefetched(plan, weight), is_streaming=True, num_warps=plan.warps, num_stages=plan.stages,
     )  # fmt: skip
 
 
-def _can_widen(x: Tensor) -> bool:
-    """The interpreter runs no instructions of the card."""
-    return x.dtype == torch.bfloat16 and not triton.knobs.runtime.interpret
+def can_widen(dtype: torch.dtype) -> bool:
+    """Whether kernels expand weights of 8 bits for such inputs: the interpreter has no instructions of cards."""
+    return dtype == torch.bfloat16 and not triton.knobs.runtime.interpret
+
+
+def as_codes(weight: Tensor) -> Tensor:
+    """Weights of 8 bits as plain bytes: for cards before compute capability 8.9 the compiler knows no float8_e4m3fn."""
+    return weight.view(torch.uint8)
 
 
 def _prefetched(plan: Plan, weight: Tensor) -> int:

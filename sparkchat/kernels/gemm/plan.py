@@ -6,10 +6,12 @@ depends on the rows beside it; the rest is speed and may depend on the number of
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from torch import Tensor
+
+from sparkchat.kernels.cards import card_of
 
 MULTIPROCESSORS = 132
 """Of an H200; plans are tuned for it and right on any card."""
@@ -41,8 +43,17 @@ class Plan:
 
 
 def plan_of(weight: Tensor, epilogue: str, rows: int = 16, overlaps: bool = False) -> Plan:
-    """The plan of ``weight`` [n, k] for tiles of ``rows`` rows, launched with or without overlap."""
-    return plan(weight.shape[0], weight.shape[1], weight.element_size(), epilogue, rows, overlaps)
+    """The plan of ``weight`` [n, k] for tiles of ``rows`` rows, launched with or without overlap, on its card."""
+    tuned = plan(weight.shape[0], weight.shape[1], weight.element_size(), epilogue, rows, overlaps)
+    return within(tuned, rows, weight.element_size(), card_of(weight.device).shared_bytes)
+
+
+def within(tuned: Plan, rows: int, element_size: int, shared_bytes: int) -> Plan:
+    """As many tiles under way as a card's shared memory holds. Sums stay what they are."""
+    # Inputs are at least of 16 bits; of n stages n - 1 lie in shared memory.
+    stage = tuned.block_k * (tuned.block_out * element_size + rows * max(2, element_size))
+    most = 1 + max(1, shared_bytes // stage)
+    return tuned if tuned.stages <= most else replace(tuned, stages=most)
 
 
 @cache

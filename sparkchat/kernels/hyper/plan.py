@@ -33,9 +33,7 @@ class ConnectPlan:
 
 PLAN = ConnectPlan()
 TRIED = (PLAN, ConnectPlan(64, 2), ConnectPlan(64, 4), ConnectPlan(16, 8), ConnectPlan(32, 4))
-TRIED_OF_MANY = tuple(
-    ConnectPlan(warps=warps, tile_rows=rows) for rows, warps in ((8, 2), (8, 4), (4, 2), (16, 2))
-)
+TRIED_OF_MANY = tuple(ConnectPlan(warps=warps, tile_rows=rows) for rows, warps in ((8, 2), (8, 4), (4, 2), (16, 2)))
 
 
 def words_of(streams: int) -> tuple[int, int]:

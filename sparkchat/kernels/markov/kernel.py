@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparkchat.kernels.gemm.kernel import widen
+from sparkchat.kernels.gemm.kernel import as_codes, can_widen, widen
 from sparkchat.kernels.launch import check_flat, launch, power_of_two, prefetch, starts_early, wait
 from sparkchat.kernels.markov.rows import RoundedRows
 from sparkchat.kernels.sampling import VOCAB_BLOCK, DrawSettings
@@ -191,7 +191,9 @@ def launch_markov_block(
     rank = w2.shape[1] if w2 is not None else 16
     rows = max(LEAST_ROWS, min(MOST_ROWS, power_of_two(requests)))
     exact = w1 is not None and w1.dtype == torch.float32
-    widens = w1 is not None and w1.dtype == torch.bfloat16 and not triton.knobs.runtime.interpret
+    widens = scales is not None and w1 is not None and can_widen(w1.dtype)
+    if widens and w2 is not None:
+        w2 = as_codes(w2)
     row_bytes = 0 if w2 is None or not starts_early(is_streaming=True) else rank * w2.element_size()
     s = settings
     for k in range(width):

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from sparkchat.kernels.cards import card_of
 from sparkchat.kernels.experts import weights as expert_weights
 from sparkchat.kernels.fp8 import TiledFp8, fp8_linear, make_room, takes
 from sparkchat.kernels.gemm import small_gemm
@@ -26,7 +27,7 @@ FEW_ROWS = 64
 
 def has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether kernels multiply stored weights there by inputs of ``dtype``, in the shapes that they take."""
-    return device.type == "cuda" and dtype == torch.bfloat16
+    return device.type == "cuda" and dtype == torch.bfloat16 and card_of(device).reads_tiles
 
 
 class StoredLinear:
