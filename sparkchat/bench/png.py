@@ -17,9 +17,12 @@ def png_of(svg: str) -> tuple[bytes, str | None]:
         import resvg_py
     except ImportError:
         return b"", "no PNG: resvg-py is not installed; the SVG shows the same"
-    if _drawn(resvg_py, _SAMPLE.format("x")) == _drawn(resvg_py, _SAMPLE.format("")):
-        return b"", f"no PNG: none of the fonts {FONTS.rpartition(',')[0]} is installed; the SVG shows the same"
-    return _drawn(resvg_py, svg), None
+    try:
+        if _drawn(resvg_py, _SAMPLE.format("x")) == _drawn(resvg_py, _SAMPLE.format("")):
+            return b"", f"no PNG: none of the fonts {FONTS.rpartition(',')[0]} is installed; the SVG shows the same"
+        return _drawn(resvg_py, svg), None
+    except ValueError as error:
+        return b"", f"no PNG: resvg-py said {str(error)[:200]!r}; the SVG shows the same"
 
 
 def _drawn(resvg, svg: str) -> bytes:  # type: ignore[no-untyped-def]

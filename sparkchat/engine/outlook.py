@@ -37,6 +37,8 @@ TRIAL_SHARE = 0.001
 steps are enough; of one request alone whole rounds are tried, which must be rarer."""
 _PATIENCE = 4
 """Plain steps that a trial waits for its blocks: of a request that ended there may be none."""
+_NEWS_AGE = 4
+"""Steps between two questions of those that draft, each of a fraction of a millisecond."""
 _REFRESH = 16
 """Steps after which the context may have grown enough to matter."""
 
@@ -144,7 +146,8 @@ class Outlook:
         found: Company | None = None
         self._age += 1
         is_judged = self._trial is not None and self._trial.seen >= FEW
-        if is_judged or key != self._known or self._unseen >= FEW or self._age >= _REFRESH:
+        is_news = self._unseen >= FEW and self._age >= _NEWS_AGE
+        if is_judged or key != self._known or is_news or self._age >= _REFRESH:
             found = company()
             if found is not None and is_judged:
                 self._judge(found)

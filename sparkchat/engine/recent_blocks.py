@@ -20,6 +20,8 @@ _WINDOW = 32
 _LEAST, _MOST = 32, 128
 """Blocks of a sample."""
 _FORGOTTEN = 0.01
+_MOST_NOTED = 64
+"""Blocks of a kind that wait to be weighed: a step notes them in a microsecond, weighing takes fifty."""
 
 
 class RecentBlocks:
@@ -29,15 +31,25 @@ class RecentBlocks:
         self._steps: dict[str, deque[tuple[float, np.ndarray]]] = {}
         self._seen: dict[str, int] = {}
         self._means: dict[str, np.ndarray] = {}
-        self.version = 0
-        """Another number after every change."""
+        self._noted: dict[str, list[Sequence[float]]] = {}
 
     @property
     def is_empty(self) -> bool:
-        return not self._steps
+        return not self._steps and not self._noted
 
     def add(self, kind: str, rows: Sequence[Sequence[float]]) -> None:
         """Blocks of one step, as survivals of their drafts: rows [n][g], g may differ."""
+        noted = self._noted.setdefault(kind, [])
+        noted += rows
+        if len(noted) >= _MOST_NOTED:
+            self._weigh_noted()
+
+    def _weigh_noted(self) -> None:
+        noted, self._noted = self._noted, {}
+        for kind, rows in noted.items():
+            self._weigh(kind, rows)
+
+    def _weigh(self, kind: str, rows: Sequence[Sequence[float]]) -> None:
         if kind not in self._steps:
             self._steps[kind], self._seen[kind] = deque([(1.0, _prior(1))]), _PRIOR_BLOCKS
         weight = max(1.0 - (1.0 - 1.0 / _WINDOW) ** len(rows), len(rows) / (self._seen[kind] + len(rows)))
@@ -56,6 +68,7 @@ class RecentBlocks:
 
     def replace(self, kind: str, rows: Sequence[Sequence[float]]) -> None:
         """Forget what was known of a kind: only these blocks count."""
+        self._weigh_noted()
         self._keep(kind, [(1.0, _matrix(rows))], len(rows))
 
     def _keep(self, kind: str, steps: Sequence[tuple[float, np.ndarray]], seen: int) -> None:
@@ -64,11 +77,12 @@ class RecentBlocks:
         # The kind told last is the last of the dictionary.
         self._steps.pop(kind, None)
         self._steps[kind] = deque((weight / whole, blocks) for weight, blocks in kept)
-        self._seen[kind], self.version = seen, self.version + 1
+        self._seen[kind] = seen
         self._means.pop(kind, None)
 
     def expected(self, kind: str, block: int) -> tuple[float, ...]:
         """Mean survivals of a block of which nothing is known but its kind."""
+        self._weigh_noted()
         if kind not in self._means or len(self._means[kind]) < block:
             steps = self._of(kind)
             self._means[kind] = sum((weight * _widened(b, block).mean(axis=0)[:block] for weight, b in steps), 0.0)
@@ -78,6 +92,7 @@ class RecentBlocks:
 
     def sample(self, kinds: Mapping[str, int], block: int, requests: int) -> np.ndarray:
         """Blocks [m, g] as those of so many ``requests``, of these kinds by their numbers, will be like."""
+        self._weigh_noted()
         whole = sum(kinds.values())
         steps = [
             (weight * count / whole, _widened(blocks, block)[:, :block])

@@ -483,3 +483,11 @@ def test_why_there_is_no_png_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "none of the fonts DejaVu Sans" in (png_of("<svg/>")[1] or "")
     monkeypatch.setitem(sys.modules, "resvg_py", None)
     assert png_of("<svg/>") == (b"", "no PNG: resvg-py is not installed; the SVG shows the same")
+
+
+def test_a_plot_that_cannot_be_drawn_costs_no_row() -> None:
+    pytest.importorskip("resvg_py")
+    png, reason = png_of("no plot")
+    assert png == b""
+    assert reason is not None
+    assert reason.startswith("no PNG: ")
