@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 
 import numpy as np
 
@@ -31,7 +32,8 @@ class RecentBlocks:
         self._steps: dict[str, deque[tuple[float, np.ndarray]]] = {}
         self._seen: dict[str, int] = {}
         self._means: dict[str, np.ndarray] = {}
-        self._noted: dict[str, list[Sequence[float]]] = {}
+        self._noted: dict[str, tuple[list[float], list[int]]] = {}
+        """Blocks behind one another, and how long each is: two objects for the collector to look at, whatever comes."""
 
     @property
     def is_empty(self) -> bool:
@@ -39,15 +41,18 @@ class RecentBlocks:
 
     def add(self, kind: str, rows: Sequence[Sequence[float]]) -> None:
         """Blocks of one step, as survivals of their drafts: rows [n][g], g may differ."""
-        noted = self._noted.setdefault(kind, [])
-        noted += rows
-        if len(noted) >= _MOST_NOTED:
+        values, lengths = self._noted.setdefault(kind, ([], []))
+        for row in rows:
+            values += row
+            lengths.append(len(row))
+        if len(lengths) >= _MOST_NOTED:
             self._weigh_noted()
 
     def _weigh_noted(self) -> None:
         noted, self._noted = self._noted, {}
-        for kind, rows in noted.items():
-            self._weigh(kind, rows)
+        for kind, (values, lengths) in noted.items():
+            ends = list(accumulate(lengths))
+            self._weigh(kind, [values[end - length : end] for end, length in zip(ends, lengths, strict=True)])
 
     def _weigh(self, kind: str, rows: Sequence[Sequence[float]]) -> None:
         if kind not in self._steps:
