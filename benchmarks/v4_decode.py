@@ -162,7 +162,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--rank-of", type=int, help="rank 0 of so many, alone on one GPU: without the ranks' meetings")
     parser.add_argument("--parts", default=",".join(PARTS), help="which parts to run, in this order")
     parser.add_argument(
-        "--overlap", choices=("none", "small", "all", "late", "behind", "each"), help="how kernels start, else as usual"
+        "--overlap", choices=("none", "small", "all", "behind"), help="how kernels start, else as usual"
     )
     parser.add_argument("--variants", default=v4_variants.DEFAULT, help="plans of that part, between semicolons")
     parser.add_argument("--quick", action="store_true", help="60 steps a row instead of 200")

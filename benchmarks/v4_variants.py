@@ -1,7 +1,7 @@
 """Other plans of the launches side by side, in one process and one engine, for benchmarks/v4_decode.py.
 
     python3 benchmarks/v4_decode.py --rank-of 2 --parts variants
-    python3 benchmarks/v4_decode.py --rank-of 2 --parts variants --variants "whole=8;whole=5x2x4,streams=4;overlap=late"
+    python3 benchmarks/v4_decode.py --rank-of 2 --parts variants --variants "whole=8;whole=5x2x4,streams=4;overlap=none"
 
 For every variant all captured graphs go, and what plain steps and rounds of one request need is captured anew. All
 variants are timed in turn, then once more in the opposite order, so that a card that gets warmer favours nobody; only

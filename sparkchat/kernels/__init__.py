@@ -150,11 +150,10 @@ together, by two more launches for every law (sampling/select.py). Without, a la
 
 Programmatic dependent launch: within ``with sparkchat.kernels.launch.overlap(which):`` a kernel's start overlaps the
 end of the one before it on the stream: of all (products then call their first weights into L2 meanwhile), or, with
-``Overlap.SMALL``, of all but those that stream a large matrix; with ``Overlap.LATE`` no kernel starts before all
-programs of the one before it have ended, and only the launch is made ready early; ``Overlap.BEHIND`` and
-``Overlap.EACH`` are in between. Capture inside the block; all kernels here wait for what came before them before they
-read or write anything that changes, but for what a caller says is settled (``is_settled``, launch.reads_ahead). Off
-unless asked for.
+``Overlap.SMALL``, of all but those that stream a large matrix; with ``Overlap.BEHIND`` launches are made ready early,
+and each says whether the kernel behind it may start while its last programs run (``lets_next``). Capture inside the
+block; all kernels here wait for what came before them before they read or write anything that changes, but for what a
+caller says is settled (``is_settled``, launch.reads_ahead). Off unless asked for.
 
 Where results do depend on what is beside a row: nowhere within one dtype and one weight shape, up to the 64 rows a
 product takes in one tile and beyond; kernels and cuBLAS (which callers may take for many rows) sum in different orders.

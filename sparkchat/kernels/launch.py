@@ -26,20 +26,15 @@ class Overlap(Enum):
     """All but those that stream a large matrix: on an H200 these lost by it what the others gained
     (benchmarks/results/2026-11-30-kernels.md, third run)."""
     ALL = "all"
-    LATE = "late"
-    """All, but no program starts before all of the kernel before it have ended: what is saved is the making ready of a
-    launch, and no room is taken from who still runs."""
     BEHIND = "behind"
-    """As late, but for the kernel behind one that streams a large matrix: that may start when all programs of the
-    product run, into what room they leave. Nothing is called ahead."""
-    EACH = "each"
-    """All, each as soon as all programs of the one before it are at work, so that no more than two are on the card.
-    Nothing is called ahead."""
+    """Every launch is made ready early, and nothing is called ahead. The kernel behind starts when all programs of this
+    one are at work, into what room they leave, where the launch says that this is no loss (``lets_next``), and else
+    when all of them have ended."""
 
 
-ORDINARY, EARLY, LATE, BEHIND, EACH = range(5)
+ORDINARY, EARLY, LATE, BEHIND, READY = range(5)
 """What PDL is. With 1 and 3 the next kernel may start when this one has started, with 4 when this one need not wait any
-more; with 1 weights are called ahead as well."""
+more, so that no more than two are on the card; with 1 weights are called ahead as well."""
 _overlap = Overlap.NONE
 _start: Callable[..., Any] | None = None
 _watch: Callable[[Any], None] | None = None
@@ -91,11 +86,23 @@ def watch(seen: Callable[[Any], None] | None) -> None:
     _watch = seen
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, is_streaming: bool = False, **options: Any) -> None:
-    """Start ``kernel``; its last constexpr is PDL. ``is_streaming``: see ``Overlap.SMALL``."""
-    if starts_early(is_streaming) or _overlap in _BARE:
+def launch(
+    kernel: Any,
+    grid: tuple[int, ...],
+    *arguments: Any,
+    is_streaming: bool = False,
+    lets_next: bool | None = None,
+    **options: Any,
+) -> None:
+    """Start ``kernel``; its last constexpr is PDL. ``is_streaming``: see ``Overlap.SMALL``.
+
+    ``lets_next``: whether the kernel behind it may be placed while this one runs; None: if this one streams. It is a
+    loss where that kernel fills the card at once, as programs placed into what is left are spread unevenly
+    (benchmarks/results/2026-12-01-v4-one-rank.md).
+    """
+    if starts_early(is_streaming) or _overlap is Overlap.BEHIND:
         options["launch_pdl"] = True
-    how = _how(is_streaming)
+    how = _how(is_streaming, is_streaming if lets_next is None else lets_next)
     if _start is not None:
         _start(kernel, grid, *arguments, PDL=how, **options)
         return
@@ -104,16 +111,14 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, is_streaming: bo
         _watch(compiled)
 
 
-_BARE = {Overlap.LATE: LATE, Overlap.BEHIND: BEHIND, Overlap.EACH: EACH}
-"""All of whose launches are programmatic, and which call nothing ahead."""
-
-
-def _how(is_streaming: bool) -> int:
+def _how(is_streaming: bool, lets_next: bool) -> int:
     if _overlap is Overlap.NONE:
         return ORDINARY
-    if _overlap is Overlap.BEHIND:
-        return BEHIND if is_streaming else LATE
-    return _BARE.get(_overlap, EARLY)
+    if _overlap is not Overlap.BEHIND:
+        return EARLY
+    if not lets_next:
+        return LATE
+    return BEHIND if is_streaming else READY
 
 
 @triton.jit

@@ -34,7 +34,7 @@ class LaunchPlans:
 
     @classmethod
     def parse(cls, text: str) -> LaunchPlans:
-        """From ``whole=5x2x4,streams=2,overlap=late,carveout=100@_mix_experts``, in any order; empty: nothing changed.
+        """From ``whole=5x2x4,streams=2,overlap=none,carveout=100@_mix_experts``, in any order; empty: nothing changed.
 
         ``whole`` is programs of a multiprocessor x pairs x stages, or programs alone where pairs are 1. Raises
         ValueError for anything else.

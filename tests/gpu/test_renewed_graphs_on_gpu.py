@@ -34,7 +34,7 @@ def test_renewed_graphs_hold_no_memory_and_run_by_other_plans() -> None:
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved()
     try:
-        for text in ("", "carveout=100", "", "overlap=late"):
+        for text in ("", "carveout=100", "", "overlap=behind"):
             stages.renew(LaunchPlans.parse(text))
             assert stages.num_graphs == 0 and torch.cuda.memory_reserved() <= before + (4 << 20)
             stages.prepare("norm", stage)

@@ -129,8 +129,8 @@ def launch_gate_up(
         rows, routing.lists.shape[1], shared_items, most, x.stride(0), limit,
         PER_ROW=per_row, TILES=tiles, STEPS=size // STEP, ROWS=tile, PAIRS=plan.pairs, SPLIT=plan.split,
         WARPS=plan.warps, STAGES=plan.stages, SHARED_STAGES=plan.shared_stages, LATE=plan.is_late,
-        ROUND=is_rounded,
-        is_streaming=True, num_warps=plan.warps, num_stages=plan.stages, maxnreg=plan.registers or None,
+        ROUND=is_rounded, is_streaming=True, lets_next=False,
+        num_warps=plan.warps, num_stages=plan.stages, maxnreg=plan.registers or None,
     )  # fmt: skip
 
 
@@ -164,5 +164,5 @@ def launch_add_parts(parts: Tensor, out: Tensor) -> None:
     block = min(1024, power_of_two(size))
     launch(
         _add_parts, (rows, -(-size // block)), parts, out, size, parts.stride(0), PLACES=places, BLOCK=block,
-        num_warps=max(1, block // 256),
+        lets_next=True, num_warps=max(1, block // 256),
     )  # fmt: skip

@@ -175,7 +175,7 @@ def launch_route(
         logits.stride(-2), logits.stride(0) if logits.dim() == 3 else 0, scale,
         NUM_EXPERTS=experts, PARTS=logits.shape[0] if logits.dim() == 3 else 1, PER_ROW=per_row,
         HAS_TABLE=table is not None, TILE=tile, BLOCK=block, PLACES=power_of_two(per_row),
-        CHOICES=power_of_two(choices) if is_one else 0, num_warps=plan.warps,
+        CHOICES=power_of_two(choices) if is_one else 0, lets_next=True, num_warps=plan.warps,
     )  # fmt: skip
     if not is_one:
         launch(

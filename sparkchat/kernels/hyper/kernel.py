@@ -224,7 +224,7 @@ def launch_connect_streams(
             HAS_TAP=tap is not None, HAS_OUT=out is not None, HAS_TAKEN=taken is not None,
             HAS_MIX=next_mix is not None and not weights.is_head, FIRST=is_first, SECOND=is_second,
             # The interpreter runs no instructions of the card.
-            FAST=not triton.knobs.runtime.interpret, **sizes,
+            FAST=not triton.knobs.runtime.interpret, lets_next=True, **sizes,
         )  # fmt: skip
 
     # The interpreter runs one program after the other, so that none may wait for another of its row.

@@ -197,14 +197,14 @@ def launch_choose_entries(
         HEADS=shape.heads, TILE=max(16, power_of_two(shape.heads)), SIZE=shape.size, ROPE=shape.rope_dim,
         PARTS=1 if q.dim() == 2 else q.shape[0], RATIO=shape.ratio, TOPK=shape.topk, BLOCK=tile.entries,
         TURNS=rotation is None, EXACT=is_exact,
-        num_warps=tile.warps, num_stages=tile.stages,
+        lets_next=True, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     block = power_of_two(entries) if entries <= most_held else most_held // 2
     launch(
         _choose_entries, (positions.shape[0],),
         scores, positions, starts, chosen, requests, scores.stride(0), chosen.stride(0),
         RATIO=shape.ratio, TOPK=shape.topk, BLOCK=block, IS_HELD=block >= entries,
-        num_warps=max(1, min(16, block // tile.held)),
+        lets_next=True, num_warps=max(1, min(16, block // tile.held)),
     )  # fmt: skip
 
 

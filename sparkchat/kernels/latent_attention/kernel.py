@@ -394,7 +394,7 @@ def launch_latent_attention(
         shape.first_slot, shape.ring, scale, shape.eps,
         HEADS=heads, SIZE=size, ROPE=shape.rope_dim, PARTS=1 if q.dim() == 2 else q.shape[0], RATIO=shape.ratio,
         TOPK=shape.topk, SPANS=room, TILE=of_heads, BLOCK=tile.keys,
-        AHEAD=tile.reads_ahead, EXACT=is_exact, **cut, num_warps=tile.warps,
+        AHEAD=tile.reads_ahead, EXACT=is_exact, **cut, lets_next=True, num_warps=tile.warps,
     )  # fmt: skip
     pairs = min(_PAIRS, size // 2)
     launch(
