@@ -59,6 +59,8 @@ class SamplingParams:
         def number(name: str) -> float:
             value = getattr(self, name)
             need(is_number(value), name, value, "a finite number")
+            # JSON and TOML write 1 for 1.0, which compiled kernels and torch take for another type.
+            object.__setattr__(self, name, float(value))
             return float(value)
 
         def whole(name: str, value: object) -> int:

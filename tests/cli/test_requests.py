@@ -94,6 +94,19 @@ def test_null_means_the_runs_own_except_where_null_is_a_value() -> None:
     assert (made.sampling.temperature, made.sampling.max_tokens, made.sampling.seed) == (0.5, None, None)
 
 
+def test_a_whole_number_where_json_could_write_a_fraction_is_the_same_setting() -> None:
+    """``"temperature": 1`` reached kernels that are compiled for floats, and ended the engine."""
+    names = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+    whole = request(prompt="a", **dict.fromkeys(names, 1))
+    assert {type(getattr(whole.sampling, name)) for name in names} == {float}
+    assert whole == request(prompt="a", **dict.fromkeys(names, 1.0))
+    changed = whole.with_sampling(temperature=2)
+    assert type(changed.sampling.temperature) is float
+    data = changed.to_json()
+    data["sampling"]["temperature"] = 2
+    assert type(type(changed).from_json(data).sampling.temperature) is float
+
+
 def test_messages_and_ids() -> None:
     messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
     made = request(messages=messages)
