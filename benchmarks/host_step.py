@@ -42,8 +42,8 @@ class StageTimes:
         self.seconds += time.thread_time() - began
 
 
-def opened(folder: Path, requests: int, mode: str) -> Engine:
-    """An engine some steps behind the prompts of so many requests."""
+def opened(folder: Path, requests: int, mode: str, steps: bool = True) -> Engine:
+    """An engine some steps behind the prompts of so many requests; ``steps``: whether they want their steps told."""
     target, drafter = str(folder / "target"), str(folder / "drafter-vanilla")
     engine = Engine(
         LoadSpec(
@@ -52,7 +52,7 @@ def opened(folder: Path, requests: int, mode: str) -> Engine:
         )
     )  # fmt: skip
     for number, prompt in enumerate(random_prompts(requests, 20, seed=1)):
-        line = {"prompt_ids": prompt, "max_tokens": 400, "ignore_eos": True, "temperature": 1.0, "mode": mode}
+        line = {"prompt_ids": prompt, "max_tokens": 400, "ignore_eos": True, "temperature": 1.0, "mode": mode, "steps": steps}
         engine.submit(to_request(line, number))
     while len(engine._scheduler.decoding) < requests:
         engine.step()
@@ -107,13 +107,14 @@ def main() -> None:
     parser.add_argument("--requests", default="8,32")
     parser.add_argument("--modes", default="off,static,compact")
     parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--untold", action="store_true", help="requests want no events of their steps, as in bench")
     options = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as name:
         write_tiny(Path(name))
         for requests in map(int, options.requests.split(",")):
             for mode in options.modes.split(","):
-                found = measure(opened(Path(name), requests, mode), options.steps)
+                found = measure(opened(Path(name), requests, mode, not options.untold), options.steps)
                 print(requests, mode, {key: round(value, 3) for key, value in found.items()}, flush=True)
 
 
