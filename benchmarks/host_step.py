@@ -52,8 +52,8 @@ def opened(folder: Path, requests: int, mode: str, steps: bool = True) -> Engine
         )
     )  # fmt: skip
     for number, prompt in enumerate(random_prompts(requests, 20, seed=1)):
-        line = {"prompt_ids": prompt, "max_tokens": 400, "ignore_eos": True, "temperature": 1.0, "mode": mode, "steps": steps}
-        engine.submit(to_request(line, number))
+        line = {"prompt_ids": prompt, "max_tokens": 400, "ignore_eos": True, "temperature": 1.0, "mode": mode}
+        engine.submit(to_request(line | {"steps": steps}, number))
     while len(engine._scheduler.decoding) < requests:
         engine.step()
     for _ in range(14):

@@ -37,9 +37,11 @@ class SpeculationCounts:
         self.num_accepted += accepted
         _count(self.acceptance_histogram, accepted)
         _count(self.verify_len_histogram, verified)
-        _count_up_to(self.proposed_at_pos, proposed)
-        _count_up_to(self.verified_at_pos, verified)
-        _count_up_to(self.accepted_at_pos, accepted)
+        # Hundreds of requests may decode together, and plain steps draft nothing.
+        if proposed:
+            _count_up_to(self.proposed_at_pos, proposed)
+            _count_up_to(self.verified_at_pos, verified)
+            _count_up_to(self.accepted_at_pos, accepted)
 
     @property
     def mean_acceptance_length(self) -> float | None:
@@ -68,7 +70,8 @@ def _padded(counts: list[int], length: int) -> list[int]:
 
 
 def _count(histogram: list[int], value: int) -> None:
-    histogram.extend([0] * (value + 1 - len(histogram)))
+    if value >= len(histogram):
+        histogram.extend([0] * (value + 1 - len(histogram)))
     histogram[value] += 1
 
 

@@ -13,12 +13,12 @@ from sparkchat.engine.pair import LoadedPair
 from sparkchat.engine.refinement import JudgedBlock
 from sparkchat.engine.request import RequestState
 from sparkchat.params import Correction
-from sparkchat.sampling_kind import nearest_kind, sampling_kind
+from sparkchat.sampling_kind import nearest_kind
 
 
 def fixed_correction(state: RequestState, pair: LoadedPair) -> Correction | None:
     """Without refinement; None leaves confidences as they are."""
-    kind = sampling_kind(state.sampling)
+    kind = state.kind
     if kind in pair.calibration:
         return pair.calibration[kind]
     if pair.temperatures is not None:
@@ -32,7 +32,7 @@ def correction_of(state: RequestState, pair: LoadedPair) -> Correction | None:
     found = fixed_correction(state, pair)
     if pair.refinement is None or state.is_reproducible:
         return found
-    return pair.refinement.confidences.corrected(sampling_kind(state.sampling), found or _nothing(pair.block_size))
+    return pair.refinement.confidences.corrected(state.kind, found or _nothing(pair.block_size))
 
 
 def planning_costs(pair: LoadedPair, is_reproducible: bool) -> CostLookup | None:
@@ -60,7 +60,7 @@ def learn(
         return
     blocks = [
         JudgedBlock(
-            sampling_kind(state.sampling),
+            state.kind,
             fixed_correction(state, pair) or _nothing(pair.block_size),
             raw,
             judged,

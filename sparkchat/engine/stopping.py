@@ -103,6 +103,8 @@ class StopStrings:
         return StopText(last.text + held, None)
 
     def _scan(self, text: str) -> StopText:
+        if not self._patterns:
+            return StopText(text, None)
         for i in range(max(0, self._first_start - self._num_chars), len(text)):
             # Every pattern must see every character, so no any().
             met = [pattern.text for pattern in self._patterns if pattern.push(text[i])]
