@@ -19,6 +19,7 @@ _TAILS = (1e-4, 1e-5, 1e-6, 0.0)
 _FIRST_SORT = 1024
 
 
+@np.errstate(over="ignore")  # a bias of infinity lies further from the others than a cold temperature can divide
 def top_k_law(logits: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float, law: np.ndarray) -> None:
     """Write the law of one row ``[V]`` into ``law``, which holds zeros: all work after top-k is on what it leaves."""
     least = np.partition(logits, len(logits) - top_k)[len(logits) - top_k]
@@ -45,7 +46,8 @@ def _candidates(law: np.ndarray, top_p: float, min_p: float) -> tuple[np.ndarray
     for tail in _TAILS:
         ids = np.flatnonzero(law > tail)
         values = law[ids]
-        if values.sum(dtype=np.float64) >= top_p:
+        # A top_p of 0 is reached by nothing at all, and still leaves the likeliest token.
+        if len(ids) and values.sum(dtype=np.float64) >= top_p:
             break
     return ids, values
 

@@ -98,6 +98,20 @@ def test_a_top_p_of_zero_keeps_the_first_of_the_likeliest(laws):
     assert got.tolist() == [[0.0, 1.0, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0]]
 
 
+def test_a_top_p_of_zero_finds_the_likeliest_of_a_vocabulary_without_a_likely_token(laws):
+    """Every one of them is less likely than what a first look over a row leaves out."""
+    logits = torch.zeros(1, 20000)
+    logits[0, 7000] = 1.0
+    got = laws(logits, [100.0], [0], [0.0], [0.0])
+    assert torch.equal(got, torch.zeros(1, 20000).index_fill_(1, torch.tensor([7000]), 1.0))
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_bias_of_infinity_at_a_cold_temperature_warns_of_nothing(laws):
+    logits = torch.tensor([[1.0, torch.finfo(torch.float32).max, -2.0, 0.5]])
+    assert laws(logits, [0.5], [3], [0.9], [0.0]).tolist() == [[0.0, 1.0, 0.0, 0.0]]
+
+
 def test_boundaries_count_as_reached_despite_rounding(laws):
     logits = torch.tensor([[0.2, 0.5, 0.3]]).log()
     assert torch.equal(laws(logits, [1.0], [0], [0.8], [0.0])[0] > 0, torch.tensor([False, True, True]))
