@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import v4_gaps
@@ -21,6 +22,7 @@ from torch.profiler import ProfilerActivity
 from torch.profiler import profile as record
 
 from sparkchat.collector import hand_back, take_over
+from sparkchat.engine import engine as engine_module
 from sparkchat.engine.engine import Engine
 from sparkchat.params import CostTable, GenerateRequest, LoadSpec, SamplingParams
 
@@ -57,6 +59,11 @@ class Bench:
             "floors_ms": v4_shapes.floors(self.dspark, self.block, self.rank_of or self.gpus, bandwidth),
             "rows": [],
         }
+
+    @property
+    def unplanned(self) -> dict[str, Any]:
+        """Settings of an engine for all batch sizes that plans nothing, so that no table is measured."""
+        return {"concurrency": self.batches[-1], "cost_table": ONE_REQUEST_COSTS}
 
     def add(self, part: str, row: str, **numbers: Any) -> None:
         """Keep a row, and write the report as it is now."""
@@ -114,6 +121,11 @@ class Bench:
             options["tokens_per_second_at_length"] = batch * options["length"] * 1e3 / numbers["wall_ms"]
         self.add(part, row, **numbers, **options)
         return numbers
+
+
+def lean() -> Any:
+    """Within this, engines that open capture nothing ahead: what is timed is captured when it is met."""
+    return mock.patch.object(engine_module, "warm_up", lambda *_: None)
 
 
 def graphs_of(engine: Engine) -> dict[str, Any]:

@@ -34,7 +34,7 @@ import torch  # noqa: E402
 import v4_shapes  # noqa: E402
 import v4_table  # noqa: E402
 import v4_variants  # noqa: E402
-from v4_bench import FIELD, Bench, graphs_of, profiled, settle  # noqa: E402
+from v4_bench import FIELD, Bench, graphs_of, lean, profiled, settle  # noqa: E402
 from v4_rank import lone_rank  # noqa: E402
 
 from sparkchat.engine import engine as engine_module  # noqa: E402
@@ -46,7 +46,7 @@ from sparkchat.simulation import BUILT_IN, SimulatedAcceptance, acceptance_of_le
 
 LENGTHS = (4.0, 5.4)
 PARTS = ("alone", "batches", "mtp3", "contexts", "mtp1", "plain")
-"""In order of their weight; each opens an engine of its own. ``variants`` runs where it is asked for."""
+"""In order of their weight; each opens an engine of its own. ``variants`` and ``blocks`` run where asked for."""
 
 
 class Watched:
@@ -134,9 +134,17 @@ def batches(bench: Bench) -> None:
                 bench.decode(engine, "batches", mode, batch, mode)
 
 
+def blocks(bench: Bench) -> None:
+    """As ``batches`` without plans: quickly there, as only what is timed is captured, and no table is measured."""
+    with lean(), bench.opened("blocks", bench.dspark, **bench.unplanned) as engine:
+        for batch in bench.batches:
+            for mode in ("off", "static"):
+                bench.decode(engine, "blocks", mode, batch, mode)
+
+
 def mtp(bench: Bench, block: int) -> None:
     """The preview's block, with the acceptance that DSpark has at the same position."""
-    with bench.opened("mtp", bench.mtp, block_size=block, concurrency=bench.batches[-1]) as engine:
+    with lean(), bench.opened("mtp", bench.mtp, block_size=block, **bench.unplanned) as engine:
         for batch in bench.batches:
             bench.decode(engine, "mtp", f"mtp {block}", batch, "static", block=block)
 
@@ -174,6 +182,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parts: dict[str, Callable[[Bench], None]] = {
         "alone": alone,
         "batches": batches,
+        "blocks": blocks,
         "mtp3": partial(mtp, block=3),
         "mtp1": partial(mtp, block=1),
         "plain": plain,

@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
-from unittest import mock
 
 from v4_gaps import SHOWN, gap_lines, mhz_of
 
@@ -51,14 +50,11 @@ def parsed(text: str) -> dict[str, Any]:
 
 def variants(bench: Bench) -> None:
     """Time all variants, then profile them; see the module."""
-    from v4_bench import ONE_REQUEST_COSTS
-
-    from sparkchat.engine import engine as engine_module
+    from v4_bench import ONE_REQUEST_COSTS, lean
 
     plans = parsed(bench.options.variants)
-    # Only what is timed is captured, and no plan asks what steps cost.
-    lean = mock.patch.object(engine_module, "warm_up", lambda *_: None)
-    with lean, bench.opened("variants", bench.dspark, cost_table=ONE_REQUEST_COSTS) as engine:
+    # No plan asks what steps cost.
+    with lean(), bench.opened("variants", bench.dspark, cost_table=ONE_REQUEST_COSTS) as engine:
         for turn in range(TURNS):
             for name in list(plans)[:: 1 if turn % 2 == 0 else -1]:
                 attempt(bench, engine, name, plans[name], turn)
