@@ -34,6 +34,8 @@ _SPINS = "5000"
 """Left alone (300,000 turns) they spin for so long that on cores which others use they keep the very thread they wait
 for from running: steps of 250 to 1300 ms instead of 40 to 60. At 1000 they sleep in the gaps between the products of a
 step and must be woken: 31 to 42 ms a plain step instead of 24 to 28 on two idle AVX2 cores (2026-11-30)."""
+_logs: list[str] = []
+"""What the newest engine that ended unasked had written; for ``take_crash_log``."""
 
 
 class EngineClient:
@@ -204,6 +206,7 @@ class EngineClient:
         self._close_pipes()
         if self._is_end_expected:
             return []
+        _logs[:] = [log]
         return [{"event": "crashed", "message": _describe_end(code, log), "log": log}]
 
     def _log_tail(self) -> str:
@@ -220,6 +223,11 @@ class EngineClient:
                 if fd >= 0:
                     os.close(fd)
                     setattr(self, name, -1)
+
+
+def take_crash_log() -> str:
+    """The end of what the newest engine that ended unasked has written, its traceback in it; once, then nothing."""
+    return _logs.pop() if _logs else ""
 
 
 def child_environment() -> dict[str, str]:

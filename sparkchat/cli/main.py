@@ -36,6 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         code = run_line(arguments, typed, debug=debug)
         sys.stdout.flush()
+        if debug:
+            _show_crash_log()
         return code
     except BrokenPipeError:
         return _reader_went_away()
@@ -110,6 +112,7 @@ def _report(error: BaseException, message: str | None, code: int, debug: bool) -
         if debug:
             import traceback
 
+            _show_crash_log()
             traceback.print_exception(error)
         if message is not None:
             note(message)
@@ -119,6 +122,14 @@ def _report(error: BaseException, message: str | None, code: int, debug: bool) -
     except OSError:
         _reader_went_away()
     return code
+
+
+def _show_crash_log() -> None:
+    """What an engine that crashed has written: its traceback is in another process than ours."""
+    client = sys.modules.get("sparkchat.client")
+    log = client.take_crash_log().rstrip() if client is not None else ""
+    if log:
+        print(f"what the engine wrote at its end:\n{log}", file=sys.stderr)
 
 
 def _drop_unread_output() -> None:

@@ -19,6 +19,7 @@ from typing import Any
 
 import uvicorn
 
+from sparkchat.client import take_crash_log
 from sparkchat.config import RunConfig
 from sparkchat.errors import Interrupted, SparkchatError, Terminated, UsageError
 from sparkchat.serve.app import App
@@ -229,6 +230,10 @@ class _Service:
             self._show_loading(event)
         elif event["event"] == "notice" and self._config.verbose:
             self._say(event["message"])
+        elif event["event"] == "crashed" and self._config.debug:
+            # Now, since the server goes on; elsewhere it is shown at the program's end.
+            for line in take_crash_log().splitlines():
+                self._say(line)
         return self._trace.event(event) if self._trace is not None else None
 
     def _say_notices(self, link: EngineLink) -> None:

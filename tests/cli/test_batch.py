@@ -222,6 +222,18 @@ def test_an_engine_that_dies_fails_what_waits_and_ends_with_70(
     assert "SIGKILL" in done.error
 
 
+def test_debug_shows_the_traceback_of_an_engine_that_died(
+    main: Cli, stdin: Pipe, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sparkchat.client._PROGRAM", "1 / 0")
+    stdin.send({"id": 1, "prompt": "hi"})
+    for flags, is_shown in (((), False), (("--debug",), True)):
+        done = main("batch", model_folder, *flags)
+        assert done.code == EngineCrash.exit_code
+        assert ('File "<string>", line 1, in <module>' in done.err) is is_shown
+        assert "ZeroDivisionError" in done.err.splitlines()[-1]
+
+
 def test_a_model_that_does_not_load_gives_its_own_code(
     main: Cli, engine: Any, stdin: Pipe, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
