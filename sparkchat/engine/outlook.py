@@ -10,7 +10,7 @@ a gate of their own (``draft_gate``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -107,6 +107,8 @@ class Outlook:
         """Whether all drafted in the last step that was asked about."""
         self._idle, self._pause = PAUSE, PAUSE
         self._trial: _Trial | None = None
+        self._tried: set[str] = set()
+        """Kinds whose first trial has been due."""
         self._ratio = 1.0
         self._known: tuple[object, ...] | None = None
         self._age = self._unseen = 0
@@ -127,6 +129,8 @@ class Outlook:
         so that they wait no longer than for a first trial."""
         if self._trial is None and self._pause - self._idle > PAUSE:
             self._idle, self._pause = 0, PAUSE
+        # They may be of another kind.
+        self._known = None
 
     def learn(self, blocks: Mapping[str, Sequence[Sequence[float]]]) -> None:
         """Survivals of the blocks of one finished step, by kind of sampling."""
@@ -159,9 +163,17 @@ class Outlook:
                 self.is_open, self._pause = True, PAUSE
             return count
         if self.is_open:
-            # Where nothing is known yet, the first trial is due at once.
-            self.is_open, self._idle = False, PAUSE if self.recent.is_empty else 0
+            self.is_open, self._idle = False, 0
+        if found is not None and self._trial is None:
+            self._welcome(found.kinds)
         return self._few_of(count)
+
+    def _welcome(self, kinds: Iterable[str]) -> None:
+        """Of a kind of which nothing is known the first trial is due at once: the pause is that of others."""
+        fresh = {kind for kind in kinds if not self.recent.knows(kind)} - self._tried
+        if fresh:
+            self._tried |= fresh
+            self._idle = self._pause
 
     def _few_of(self, count: int) -> int:
         if self._trial is None:
@@ -176,6 +188,9 @@ class Outlook:
         trial = self._trial
         assert trial is not None
         if company.ratio(sample_of(list(chain.from_iterable(trial.rows.values())), company.block)) < 1.0:
+            # Of a kind that is new, what is expected of any drafter would outvote what was seen.
+            for kind in [k for k, rows in trial.rows.items() if len(rows) >= FEW and not self.recent.knows(k)]:
+                self.recent.replace(kind, trial.rows.pop(kind))
             self._end_trial()
             self._idle, self._pause = 0, min(2 * self._pause, company.longest_pause)
         elif trial.seen >= ENOUGH:

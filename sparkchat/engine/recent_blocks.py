@@ -35,9 +35,9 @@ class RecentBlocks:
         self._noted: dict[str, tuple[list[float], list[int]]] = {}
         """Blocks behind one another, and how long each is: two objects for the collector to look at, whatever comes."""
 
-    @property
-    def is_empty(self) -> bool:
-        return not self._steps and not self._noted
+    def knows(self, kind: str) -> bool:
+        """Whether blocks of this kind were seen."""
+        return kind in self._steps or kind in self._noted
 
     def add(self, kind: str, rows: Sequence[Sequence[float]]) -> None:
         """Blocks of one step, as survivals of their drafts: rows [n][g], g may differ."""

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from cases.harness import open_runner, random_prompts
+from cases.harness import open_runner, random_prompts, to_request
 from engine.chains import VOCAB, WIDTH, Chain, cliffed_cost
 from engine.many_requests import BLOCK, Served, h200_costs, pair_of, profile, state_of
 from sparkchat.engine.cost_table import CostLookup
@@ -180,6 +180,31 @@ def test_a_request_alone_waits_for_a_trial_no_longer_than_the_first_one_did() ->
     assert paused == [[]] * (PAUSE - 1) + [[0]] * FEW + [[]] * 2 * PAUSE
 
 
+def test_a_kind_that_was_never_seen_does_not_wait_for_the_pause_of_another() -> None:
+    """What sampled text showed says little of greedy one: it is tried at once, once."""
+    pair, hot = pair_of(COSTS), [state_of(1 << 19, temperature=1.0)]
+    while pair.outlook._pause < 8 * PAUSE:
+        step(pair, hot, 0.01)
+    greedy = [state_of(1 << 19)]
+    assert [step(pair, greedy, 0.9) for _ in range(ENOUGH + 4)] == [[0]] * (ENOUGH + 4)
+    # One that loses as well pauses as any other does.
+    warm = [state_of(1 << 19, temperature=0.7)]
+    while pair.outlook.is_open:
+        step(pair, hot, 0.01)
+    drafting = [len(step(pair, warm, 0.01)) for _ in range(FEW + PAUSE)]
+    assert drafting == [1] * FEW + [0] * PAUSE
+
+
+def test_a_kind_that_was_never_seen_is_tried_among_others_once() -> None:
+    pair, crowd = pair_of(COSTS), [state_of(1 << 18, temperature=1.0) for _ in range(200)]
+    for _ in range(8 * PAUSE):
+        step(pair, crowd, 0.3)
+    while pair.outlook._idle > 4:  # a pause has just begun
+        step(pair, crowd, 0.3)
+    drafting = [len(step(pair, [*crowd, state_of(1 << 18)], 0.3)) for _ in range(PAUSE)]
+    assert drafting == [FEW] + [0] * (PAUSE - 1)
+
+
 def test_a_trial_that_waits_in_vain_goes_on() -> None:
     """Those who tried ended before their blocks were read."""
     outlook, asked = Outlook(), []
@@ -216,7 +241,7 @@ def test_requests_that_decode_apart_leave_the_others_their_pauses_and_trials() -
         drafting.append(len(step(pair, crowd, 0.3 if number < 150 else 0.95)))
         assert apart[0].draft_len == BLOCK
     assert set(drafting[:150]) == {0, FEW}
-    assert drafting[PAUSE] == FEW
+    assert drafting[0] == drafting[1 + 2 * PAUSE] == FEW
     assert drafting[-1] == 200
 
 
@@ -378,14 +403,31 @@ def test_captured_steps_try_drafting_again_beside_a_request_that_drafts_apart(ti
     batches = BatchCosts(1, (1, 6), (1.0, 1.01), 1.0), BatchCosts(2, (2, 12), (20.0, 60.0), 1.5)
     cost = CostTable((1, 6), (1.0, 1.01), "measured", 1.0, batches, False)
     runner = open_runner(tiny_pair.target, tiny_pair.drafter, cost=cost, concurrency=3, context=200, graphs=True)
-    asked = {"mode": "compact", "max_tokens": PAUSE + 12, "ignore_eos": True}
+    asked = {"mode": "compact", "max_tokens": 2 * PAUSE + 16, "ignore_eos": True}
     lines = [{"prompt_ids": prompt, **asked} for prompt in random_prompts(3, 20, seed=3)]
     apart, *captured = runner.watch([{**lines[0], "max_tokens": 180, "repetition_penalty": 1.1}, *lines[1:]])
     assert all(step["draft_ids"] for step in apart.steps[:30])
+    # Of their kind nothing is known: the first trial is due at once, the next behind a pause twice as long.
     for outcome in captured:
         drafting = [step["i"] for step in outcome.steps if step["draft_ids"]]
-        assert drafting and PAUSE - 5 < drafting[-1] < PAUSE + 12
-        assert len(drafting) < 10
+        assert drafting and 2 * PAUSE - 5 < drafting[-1] < 2 * PAUSE + 16
+        assert len(drafting) < 14
+
+
+def test_steps_that_are_waited_for_try_drafting_again(tiny_pair: Any) -> None:
+    """Where somebody is set aside before every step, no step is launched behind another."""
+    runner = open_runner(tiny_pair.target, tiny_pair.drafter, cost=ALONE, concurrency=1, context=200, graphs=True)
+    engine = runner.engine
+    line: dict[str, Any] = {"prompt_ids": [301, 302], "mode": "compact", "ignore_eos": True}
+    engine.submit(to_request({**line, "max_tokens": 2 * FEW + 2 * PAUSE + 8}, 0))
+    events: list[dict[str, Any]] = []
+    while engine.has_work:
+        events += engine.step()
+        events += engine._captured.settle(engine.mode)  # type: ignore[union-attr]
+        engine._retire()
+    drafting = [event["i"] for event in events if event["event"] == "step" and event["draft_ids"]]
+    assert len([i for i in drafting if i < FEW + 4]) >= FEW
+    assert len([i for i in drafting if i > 2 * PAUSE]) >= FEW - 2
 
 
 ALONE = CostTable((1, 6), (10.0, 60.0), "measured", 1.0, (BatchCosts(1, (1, 6), (10.0, 60.0), 1.0),), False)

@@ -67,8 +67,8 @@ class InFlight:
 
 @dataclass(frozen=True)
 class Foreseen:
-    """How a request's next step would have been launched, had the host not waited for the one in flight: a step is
-    always planned by what was known two steps before, whoever is waited for."""
+    """How the next step of a request whose seed was chosen would have been launched, had the host not waited for the
+    one in flight: its steps are always planned by what was known two steps before, whoever is waited for."""
 
     round: int
     requested: Mode
@@ -121,7 +121,8 @@ class CapturedDecoder:
         """The events of the step in flight, with none launched behind it."""
         flying, self._flying = self._flying, None
         for seat in [] if flying is None else flying.seats:
-            if not seat.state.is_finished:
+            # The tokens of the others do not depend on what they are planned by.
+            if seat.state.is_reproducible and not seat.state.is_finished:
                 seat.state.foreseen = self._foresee(seat, default)
         return [] if flying is None else self._read(flying)
 
@@ -248,8 +249,7 @@ class CapturedDecoder:
 
     def _foresee(self, seat: Seat, default: Mode) -> Foreseen:
         state = seat.state
-        drafts = None if state.is_reproducible else self._pair.outlook.is_open
-        intent = intend(state, default, self._pair, drafts)
+        intent = intend(state, default, self._pair)
         own = choose_budgets([state], [intent], [seat.round], self._pair).own.get(0)
         return Foreseen(seat.round, state.mode_override or default, state.sampling, intent, own)
 
