@@ -52,7 +52,7 @@ class Engine:
         self._has_table_off, self._cost_kept = False, None
         self._scheduler = Scheduler(spec.concurrency, self._slots, self.pair.cache.context)
         self._admission = Admission(spec, self.pair, self.text)
-        self._live = LiveSettings()
+        self._live = LiveSettings(self.pair.target.config.vocab_size)
         self._captured, graphs = self._capture()
         if self.pair.cost is None and self._plans("compact"):
             self.pair.cost = stored_cost(spec, self.pair, self._progress)

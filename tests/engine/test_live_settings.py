@@ -66,6 +66,16 @@ def test_what_settles_at_the_start_cannot_change(engine: Engine) -> None:
         engine.change("c", {"temperature": 1.0})
 
 
+@pytest.mark.parametrize("bias", [[[100_000, 1.0]], [[1]], [[1, None]], 7, None])
+def test_a_bias_that_is_none_is_refused_and_the_answer_goes_on(bias: Any, engine: Engine) -> None:
+    engine.submit(request("g"))
+    events = steps(engine, 2)
+    with pytest.raises(UsageError, match="logit_bias"):
+        engine.change("g", {"logit_bias": bias})
+    (end,) = [event for event in events + rest(engine) if event["event"] == "end"]
+    assert end["result"]["error"] is None and len(end["result"]["token_ids"]) == 40
+
+
 def test_thinking_can_be_ended_only_while_it_goes_on(engine: Engine) -> None:
     engine.submit(request("d"))
     steps(engine, 2)
@@ -85,6 +95,20 @@ def test_ending_the_thinking_closes_the_block_with_the_next_token(engine: Engine
     assert {event["channel"] for event in after if event["event"] == "delta" and event["token_ids"]} == {"answer"}
     modes = [event["mode"] for event in after if event["event"] == "step"]
     assert modes[0] == "off" and set(modes[1:]) == {"static"}
+
+
+def test_a_bias_changed_while_the_thinking_ends_holds_behind_it(engine: Engine) -> None:
+    """The tag comes next in any case, and is not the last of what the change does."""
+    engine.submit(request("h", (1, 2, THINK), seed=5, temperature=1.0))
+    steps(engine, 3)
+    engine.change("h", think=False)
+    (event,) = engine.change("h", {"logit_bias": [[7, 50.0]], "temperature": 0.5})
+    assert event["changes"] == {
+        "logit_bias": {"from": (), "to": ((7, 50.0),)},
+        "temperature": {"from": 1.0, "to": 0.5},
+    }
+    after = tokens(rest(engine))
+    assert after[0] == END_THINK and set(after[1:]) == {7}
 
 
 def test_a_trace_with_changes_agrees_with_itself(engine: Engine, tmp_path: Path) -> None:
