@@ -4,8 +4,8 @@
 
 Qwen3-8B's shapes with random weights. Contexts grow while it runs; one row for every 32 steps. ``gpu_ms`` is what
 stages took on the GPU, ``idle_ms`` what lay between two steps on it (the host was late), ``wall_ms`` a step on the
-host's clock. ``even_ms`` is what the table was measured by: graphs replayed with as much context, the same of every
-request.
+host's clock, asked for the card's clock behind every 32. ``even_ms`` is what the table was measured by: graphs replayed
+with as much context, the same of every request.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from unittest import mock
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from gpu_state import clocks  # noqa: E402
 from gpu_timing import machine  # noqa: E402
 
 from sparkchat.collector import hand_back, take_over  # noqa: E402
@@ -66,6 +67,7 @@ def rows_of(engine: Engine, requests: int, blocks: int) -> list[dict[str, Any]]:
             began = time.perf_counter()
             for _ in range(STEPS):
                 engine.step()
+            mhz = clocks().get("sm_mhz")
             wall = time.perf_counter() - began
             context = sum(state.kv_len for state in engine._scheduler.decoding) - requests * STEPS // 2
             assert engine.pair.cost is not None
@@ -76,6 +78,7 @@ def rows_of(engine: Engine, requests: int, blocks: int) -> list[dict[str, Any]]:
                     "gpu_ms": statistics.median(laps["verify_ms"] for laps in seen),
                     "idle_ms": statistics.median(laps.get("gpu_idle_ms", 0.0) for laps in seen),
                     "wall_ms": wall * 1e3 / STEPS,
+                    "sm_mhz": mhz,
                     "foretold_ms": engine.pair.cost.at(requests, context, drafting=0).plain_ms,
                 }
             )
@@ -97,7 +100,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     wanted = [int(n) for n in options.requests.split(",")]
-    spec = LoadSpec("qwen3-8b", str(SHAPES), device="cuda", context=1024, dummy_weights=True, concurrency=max(wanted))
+    # Without a drafter nothing is planned, and no table measured.
+    spec = LoadSpec(
+        "qwen3-8b", str(SHAPES), str(SHAPES / "drafter"), device="cuda", context=1024, dummy_weights=True,
+        concurrency=max(wanted), mode="compact", simulate_acceptance="chat",
+    )  # fmt: skip
     engine = Engine(spec)
     report: dict[str, Any] = {**machine(options.commit), "rows": []}
     take_over()  # as the engine's own process does
@@ -109,10 +116,10 @@ def main() -> None:
     hand_back()
     if options.out:
         options.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    print("| requests | prompts | context each | GPU ms | idle | wall | foretold | even replays |")
-    print("|---|---|---|---|---|---|---|---|")
+    print("| requests | prompts | context each | GPU ms | idle | wall | foretold | even replays | SM MHz |")
+    print("|---|---|---|---|---|---|---|---|---|")
     for row in report["rows"]:
-        names = ("gpu_ms", "idle_ms", "wall_ms", "foretold_ms", "even_ms")
+        names = ("gpu_ms", "idle_ms", "wall_ms", "foretold_ms", "even_ms", "sm_mhz")
         cells = " | ".join(f"{row[name]:.3f}" if row[name] is not None else "-" for name in names)
         print(f"| {row['requests']} | {row['prompts']} | {row['context_each']} | {cells} |")
 
