@@ -11,8 +11,9 @@ from rich.console import RenderableType
 from textual.app import App, ComposeResult, SuspendNotSupported, SystemCommand
 from textual.binding import Binding, BindingType
 from textual.containers import Container
+from textual.events import Resize
 from textual.filter import NoColor
-from textual.geometry import Offset
+from textual.geometry import Offset, Size
 from textual.message import Message
 from textual.screen import Screen
 from textual.widget import Widget
@@ -175,8 +176,9 @@ class SparkApp(App[int]):
         self.set_keymap(keymap)
         return problems
 
-    def on_resize(self) -> None:
-        self._place_panel()
+    def on_resize(self, event: Resize) -> None:
+        # ``self.size`` is the one before: Textual notes the new one behind this.
+        self._place_panel(event.size)
 
     def _print_error_renderables(self) -> None:
         """The exception is raised again by :func:`run_tui`, and becomes one line, or a traceback with --debug."""
@@ -230,10 +232,10 @@ class SparkApp(App[int]):
         self._panel_wish = shown
         self._place_panel()
 
-    def _place_panel(self) -> None:
+    def _place_panel(self, size: Size | None = None) -> None:
         if not hasattr(self, "panel"):
             return
-        width, height = self.size
+        width, height = size or self.size
         has_room = width >= 100 or (width >= 60 and height >= 20)
         self.panel.display = has_room if self._panel_wish is None else self._panel_wish
         self.panel.redraw()

@@ -172,6 +172,18 @@ async def test_the_screen_fits_and_follows_resizing(chat: Open, size: tuple[int,
             assert all(row.isascii() for row in rows), [row for row in rows if not row.isascii()]
 
 
+async def test_the_panel_comes_and_goes_with_the_room_at_once(chat: Open) -> None:
+    async with chat(size=(80, 24)) as c:
+        await c.ready()
+        for size, has_room in (((40, 12), False), ((120, 40), True), ((50, 30), False), ((100, 10), True)):
+            await c.pilot.resize_terminal(*size)
+            assert c.app.panel.display is has_room, size
+        await c.pilot.press("f2")
+        for size in ((40, 12), (120, 40)):
+            await c.pilot.resize_terminal(*size)
+            assert not c.app.panel.display, size
+
+
 async def test_resizing_in_mid_answer_keeps_the_end_in_view(chat: Open) -> None:
     async with chat(config=make_config(max_tokens=3000), options=ScriptedOptions(tokens_per_second=800)) as c:
         await c.ready()
