@@ -74,7 +74,8 @@ def learn(
     if not is_plain and not all(drafted):
         measured_ms = None
     rows = None if is_plain else len(states) + sum(verified)
-    pair.refinement.observe(blocks, pair.cost, len(states), rows, sum(state.kv_len for state in states), measured_ms)
+    context, is_filtered = sum(state.kv_len for state in states), any(state.is_filtered for state in states)
+    pair.refinement.observe(blocks, pair.cost, len(states), rows, context, measured_ms, is_filtered=is_filtered)
 
 
 def refined_record(state: RequestState, pair: LoadedPair, correction: Correction | None, requests: int) -> dict | None:

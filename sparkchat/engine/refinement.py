@@ -124,9 +124,12 @@ class RefinedCosts:
         self._batches = table.batches or (BatchCosts(1, table.rows, table.step_ms, table.plain_ms),)
         self._clock = [0] * len(self._batches)
 
-    def observe(self, requests: int, rows: int | None, context: int, measured_ms: float) -> None:
-        """A step of ``requests`` that verified ``rows`` in all; None: that drafted nothing."""
-        costs = self.table.at(requests, context)
+    def observe(
+        self, requests: int, rows: int | None, context: int, measured_ms: float, *, is_filtered: bool = False
+    ) -> None:
+        """A step of ``requests`` that verified ``rows`` in all; None: that drafted nothing. ``is_filtered``: as of
+        ``CostLookup.at``; what filters take is no part of the times that are refined."""
+        costs = self.table.at(requests, context, is_filtered=is_filtered)
         predicted = costs.plain_ms if rows is None else costs.step_ms(rows)
         if self.table.table.source == "profile" or predicted is None or not measured_ms > 0.0:
             return
@@ -223,12 +226,15 @@ class Refinement:
         rows: int | None,
         context: int,
         measured_ms: float | None,
+        *,
+        is_filtered: bool = False,
     ) -> None:
-        """One finished step. ``rows``, ``measured_ms``: as for ``RefinedCosts.observe``; no time, nothing of costs."""
+        """One finished step. ``rows``, ``measured_ms``, ``is_filtered``: as for ``RefinedCosts.observe``; no time,
+        nothing of costs."""
         for block in blocks:
             self.confidences.observe(block)
         if table is not None and measured_ms is not None:
-            self.costs_for(table).observe(requests, rows, context, measured_ms)
+            self.costs_for(table).observe(requests, rows, context, measured_ms, is_filtered=is_filtered)
 
 
 def _clamped(value: float, most: float) -> float:

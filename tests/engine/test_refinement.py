@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 
 from cases.harness import Runner, open_runner, random_prompts, varied_cost
 from engine.chains import VOCAB, WIDTH, Chain, cliffed_cost
-from sparkchat.engine.correction import planning_costs
+from sparkchat.engine.correction import learn, planning_costs
 from sparkchat.engine.cost_table import CostLookup, table_of
 from sparkchat.engine.planner import plan
 from sparkchat.engine.refinement import (
@@ -23,7 +24,8 @@ from sparkchat.engine.refinement import (
     RefinedCosts,
     Refinement,
 )
-from sparkchat.params import BatchCosts, ContextCosts, Correction, CostTable
+from sparkchat.engine.request import RequestState
+from sparkchat.params import BatchCosts, ContextCosts, Correction, CostTable, GenerateRequest, SamplingParams
 
 NOTHING = Correction((1.0, 1.0), (0.0, 0.0))
 
@@ -183,6 +185,20 @@ def test_context_is_no_drift() -> None:
     for _ in range(200):
         costs.observe(1, 2, 500, table.at(1, 500).step_ms(2))
     assert costs.now.at(1, 500).step_ms(2) == pytest.approx(16.0)
+
+
+def test_what_filters_take_is_no_drift() -> None:
+    """Plans add it to the refined times, as to the measured ones."""
+    batch = BatchCosts(1, (1, 2, 4), (10.0, 11.0, 14.0), 9.0, filtered_ms=3.0)
+    table = CostLookup(table_of([batch], pads_up=False))
+    pair = SimpleNamespace(refinement=Refinement(), cost=table, calibration={}, temperatures=None, block_size=2)
+    request = GenerateRequest("r", prompt_ids=(1,), sampling=SamplingParams(temperature=1.0, top_p=0.9))
+    state = RequestState(request, (1,), 2, 100, 0, output=None, history=None, tokens=[1, 2])
+    for _ in range(200):
+        learn(pair, [state], [2], [1], [[]], [0], 11.0 + 3.0)  # type: ignore[arg-type]
+    found = planning_costs(pair, False)  # type: ignore[arg-type]
+    assert found is not None and found is not table
+    assert found.at(1, is_filtered=True).step_ms(2) == pytest.approx(14.0)
 
 
 def test_a_profiles_table_stays_as_the_user_wrote_it() -> None:
