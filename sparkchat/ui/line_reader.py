@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import os
 import sys
 
 from sparkchat.errors import UsageError
@@ -29,7 +30,9 @@ class LineReader:
             readline.set_completer_delims(" ")
             readline.set_completer(_complete)
             readline.parse_and_bind("tab: complete")
-            readline.parse_and_bind("set enable-bracketed-paste on")
+            # A dumb terminal would show the request for it in front of every line.
+            pastes = "off" if os.environ.get("TERM", "dumb") in ("", "dumb") else "on"
+            readline.parse_and_bind(f"set enable-bracketed-paste {pastes}")
 
     def prefill(self, text: str) -> None:
         """Put ``text`` into the next line to edit it."""

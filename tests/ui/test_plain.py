@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from sparkchat import strict_json
+from sparkchat.ui.line_reader import LineReader
 from sparkchat.ui.scripted import HOSTILE, SCRIPTS
 from ui.pty_program import PROGRAM, ROOT, PtyProgram
 
@@ -253,3 +254,18 @@ def test_repl_ends_on_sigterm(in_answer: bool) -> None:
             program.shows("A draft is a guess")
         program.signal(signal.SIGTERM)
         assert program.ended() == 143
+
+
+@pytest.mark.parametrize(("term", "pastes"), [("dumb", "off"), ("", "off"), ("xterm-256color", "on")])
+def test_a_dumb_terminal_is_not_asked_to_mark_pastes(
+    term: str, pastes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It shows ``ESC [?2004h`` in front of every line."""
+    asked: list[str] = []
+    monkeypatch.setenv("TERM", term)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setattr("readline.parse_and_bind", asked.append)
+    for name in ("stdin", "stdout"):
+        monkeypatch.setattr(f"sys.{name}.isatty", lambda: True, raising=False)
+    LineReader()
+    assert f"set enable-bracketed-paste {pastes}" in asked
