@@ -67,7 +67,8 @@ side (models/weights.py). "half" is bf16 or fp16; fp32 works everywhere and is e
         target_to_draft [V] int32 (draft id, or -1) with a draft vocabulary; caps [R] int32 or None.
         Fills buffers.accepted_len, full_len [R] int32, next_ids [R] int64, tokens [R, g+1] int64 (accepted drafts, the
         next token, then -1), p_draft, p_target [R, g] fp32, laws (the target's, per row), damaged [R] int32 (1: the
-        logits are no numbers; the request must end). The rule is engine/acceptance.py's.
+        logits are no numbers, up to the row of the next token; the request must end). The rule is that of
+        engine/acceptance.py.
 
     from sparkchat.kernels.planner import plan_lengths
     plan_lengths(confidence, temperatures, limits, cost_ms, verify_lens, *, extra_rows=0, budget=None)

@@ -165,8 +165,22 @@ def test_plain_rows_and_a_request_without_rows(device: torch.device) -> None:
 def test_damaged_logits_end_their_request_alone(device: torch.device) -> None:
     s = scene(200, device, 5)
     before = run(s, is_kernel=False)
-    s["logits"][int(s["starts"][2]) + 1, 7] = NAN
+    s["logits"][int(s["starts"][2]) + int(before.accepted_len[2]), 7] = NAN
     after = run(s)
     assert after.damaged.tolist() == [0, 0, 1, 0, 0, 0, 0, 0]
     others = [r for r in range(REQUESTS) if r != 2]
     assert torch.equal(after.tokens[others], before.tokens[others])
+
+
+@pytest.mark.parametrize("is_kernel", [False, True])
+def test_damaged_logits_behind_a_refused_draft_harm_nobody(is_kernel: bool, device: torch.device) -> None:
+    s = scene(200, device, 5)
+    before = run(s, is_kernel=False)
+    behind = [r for r, taken in enumerate(before.accepted_len.tolist()) if taken < LENS[r]]
+    assert len(behind) > 2
+    for r in behind:
+        s["logits"][int(s["starts"][r]) + int(before.accepted_len[r]) + 1, 7] = NAN
+    after = run(s, is_kernel)
+    assert after.damaged.tolist() == [0] * REQUESTS
+    for name in ("accepted_len", "full_len", "next_ids", "tokens"):
+        assert torch.equal(getattr(after, name), getattr(before, name)), name

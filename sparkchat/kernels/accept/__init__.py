@@ -31,7 +31,7 @@ class AcceptBuffers:
     p_target: Tensor
     """[R, g] float32 p(x_i), NaN likewise"""
     damaged: Tensor
-    """[R] int32: 1 where the target's logits are no numbers"""
+    """[R] int32: 1 where the target's logits are no numbers, at a row up to that of the next token"""
     laws: Laws
     """N rows: the target's"""
     scratch: LawScratch

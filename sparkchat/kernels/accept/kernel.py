@@ -78,10 +78,7 @@ def _test_drafts(
         lens = tl.minimum(tl.load(verify_lens_ptr + request), width)
     # No more than there are rows for, whatever the plan says.
     lens = tl.maximum(tl.minimum(lens, (count - 1).to(tl.int32)), 0)
-    # Every row up to the last tested must be sound, and so must the one the next token may come from.
     peak = tl.load(peak_ptr + first + place, mask=(place <= lens) & (count > 0), other=0.0)
-    damaged = tl.max((peak != peak).to(tl.int32), axis=0)
-    tl.store(damaged_ptr + request, damaged)
     full = 0
     tokens = tl.full((SPAN,), -1, tl.int64)
     nothing = tl.full((SPAN,), float("nan"), tl.float32)
@@ -117,6 +114,9 @@ def _test_drafts(
     taken = tl.minimum(full, lens)
     if HAS_CAPS:
         taken = tl.maximum(tl.minimum(taken, tl.load(caps_ptr + request)), 0)
+    # What stands behind a refused draft is nobody's; every row before must be sound, the next token's among them.
+    damaged = tl.max(((peak != peak) & (place <= taken)).to(tl.int32), axis=0)
+    tl.store(damaged_ptr + request, damaged)
     tl.store(full_ptr + request, full)
     tl.store(accepted_ptr + request, taken)
     tl.store(tokens_ptr + request * (width + 1) + place, tl.where(place < taken, tokens, -1), mask=place <= width)

@@ -48,7 +48,6 @@ def accept_block_reference(
             buffers.damaged[r] = 0
             continue
         lens = 0 if drafts is None else min(int(verify_lens[r]), width)
-        buffers.damaged[r] = int(bool(laws.peak[first : first + lens + 1].isnan().any()))
         is_greedy = float(settings.temperature[r]) < GREEDY_BELOW
         full, passing = 0, True
         buffers.p_draft[r], buffers.p_target[r] = torch.nan, torch.nan
@@ -64,6 +63,7 @@ def accept_block_reference(
         limit = lens if caps is None else min(lens, int(caps[r]))
         taken = min(full, limit)
         row = first + taken
+        buffers.damaged[r] = int(bool(laws.peak[first : row + 1].isnan().any()))
         weights = p[row]
         if taken < lens and not is_greedy and chance is None:
             assert q is not None
