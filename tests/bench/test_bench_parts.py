@@ -288,13 +288,13 @@ def spread(values: list[float]) -> float:
 
 
 def test_expected_tokens_are_right_and_free_of_luck() -> None:
-    whole = runs_of(lambda chances: 7, 40, 61)
+    whole = runs_of(lambda chances: 7, 20, 61)
     for run in whole:  # of whole blocks the closed form remains
         assert run.yielded / run.answer_steps == pytest.approx(PROFILE.acceptance_length, rel=1e-12)
     assert spread([run.tokens / 60 for run in whole]) > 0.2
     assert {run.yielded for run in runs_of(lambda chances: 0, 2, 31)} == {30.0}
     # Plans that look at confidences: as brute force over many steps says, with a third of its spread.
-    trimmed = runs_of(first_doubt, 200, 61)
+    trimmed = runs_of(first_doubt, 70, 61)
     brute = [run.tokens / run.answer_steps for run in trimmed]
     found = [run.yielded / run.answer_steps for run in trimmed]
     standard_error = spread(brute) / len(brute) ** 0.5

@@ -65,7 +65,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> EngineRun:
 def test_rounds_over_captured_steps(run: EngineRun) -> None:
     found: dict[str, list[Tally]] = {arm.name: [] for arm in ARMS}
     chats = meaningless_chats(18, 512)
-    sampling = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+    sampling = SamplingParams(temperature=0.0, max_tokens=36, ignore_eos=True)
     measure(run, ARMS, chats, 6, sampling, lambda: 3, lambda arm, tally, _: found[arm.name].append(tally))
     assert [tally.thrown_away for tally in found["off"]] == [1, 0, 0], "its first steps are captured"
     whole = {name: merged(tallies) for name, tallies in found.items()}
@@ -74,7 +74,7 @@ def test_rounds_over_captured_steps(run: EngineRun) -> None:
         assert tally.sums.steps >= 3 * 3
         assert tally.sums.answer_steps == 6 * tally.sums.steps
         assert (tally.step_time_error is not None) == (name == "compact")
-    assert whole["off"].sums.expected_tokens == whole["off"].sums.tokens == 6 * 3 * 58
+    assert whole["off"].sums.expected_tokens == whole["off"].sums.tokens == 6 * 3 * 34
     exact = SimulatedAcceptance("chat", BUILT_IN["chat"]).acceptance_length
     lengths = {name: tally.to_json(1)["acceptance_length"] for name, tally in whole.items()}
     assert lengths["static"] == pytest.approx(exact)

@@ -336,9 +336,9 @@ def test_a_folder_that_cannot_be_written_is_refused_at_once(run: Callable[..., D
 
 def test_a_terminated_process_leaves_its_rows(mix_folders: dict[str, Path], tmp_path: Path) -> None:
     options = ("--drafter", mix_folders["half"], "--context", "640", "--arms", "static", "--prompts", "1")
-    counts = ",".join(map(str, range(1, 13)))
+    counts = ",".join(map(str, range(1, 7)))
     process = subprocess.Popen(
-        command("bench", mix_folders["target"], *options, "--tokens", "24", "--concurrency", counts, "--out", tmp_path),
+        command("bench", mix_folders["target"], *options, "--tokens", "16", "--concurrency", counts, "--out", tmp_path),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

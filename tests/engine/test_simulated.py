@@ -117,7 +117,7 @@ def test_whole_steps_are_told_with_what_their_chances_promise(simulated: Runner,
     try:
         for mode in ("off", "static", "compact", "cap-accept"):
             lines = [
-                {"prompt_ids": prompt, "mode": mode, "max_tokens": 60, "ignore_eos": True, "temperature": 0.0}
+                {"prompt_ids": prompt, "mode": mode, "max_tokens": 32, "ignore_eos": True, "temperature": 0.0}
                 for prompt in random_prompts(8, 20)
             ]
             wholes, steps = batch_steps(engine, lines)
@@ -125,7 +125,7 @@ def test_whole_steps_are_told_with_what_their_chances_promise(simulated: Runner,
             assert sum(whole["requests"] for whole in wholes) == len(steps)
             for name, field in (("verified", "verify_len"), ("accepted", "correct_drafts")):
                 assert sum(whole[name] for whole in wholes) == sum(step[field] for step in steps)
-            assert sum(whole["tokens"] for whole in wholes) == 8 * 59
+            assert sum(whole["tokens"] for whole in wholes) == 8 * 31
             assert (wholes[0]["predicted_step_ms"] is None) == (mode != "compact")
             kept = [whole for whole in wholes if not whole["limited"]]
             assert kept and (len(kept) < len(wholes)) == (mode != "off")

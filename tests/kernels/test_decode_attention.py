@@ -44,7 +44,9 @@ def both(
 ) -> tuple[Tensor, Tensor]:
     num_rows, heads, dim = batch["q"].shape
     outs = torch.full((2, num_rows, heads, dim), NAN, device=batch["q"].device)
-    space = attention_workspace(num_rows, heads, dim, 1024, batch["q"].device)
+    # Room for 1024 positions where a test looks further; the interpreter runs every program, whatever it finds to do.
+    context = next(room for room in (128, 512, 1024) if int(batch["positions"].max()) < room - 16)
+    space = attention_workspace(num_rows, heads, dim, context, batch["q"].device)
     space.mixed.fill_(NAN)
     space.stats.fill_(NAN)
     launch_decode_attention(**batch, out=outs[0], workspace=space, max_rows=most, window=window, pages=pages,
@@ -55,7 +57,7 @@ def both(
 
 @pytest.mark.parametrize(
     ("start", "heads", "kv_heads", "dim", "count"),
-    [(0, 9, 3, 64, 3), (63, 4, 2, 16, 16), (UNIT - 2, 4, 1, 16, 3), (600, 8, 1, 32, 1)],
+    [(0, 6, 2, 64, 3), (63, 2, 1, 16, 16), (UNIT - 2, 4, 1, 16, 3), (600, 8, 1, 32, 1)],
 )
 def test_one_request(start: int, heads: int, kv_heads: int, dim: int, count: int, device: torch.device) -> None:
     got, want = both(make(device, heads, kv_heads, dim, [(2, start, count)]), 16)
@@ -74,7 +76,7 @@ FOLDS = (
 @pytest.mark.parametrize("tile", FOLDS)
 @pytest.mark.parametrize("window", [None, 100])
 def test_whoever_folds_the_spans(tile: Tile, window: int | None, device: torch.device) -> None:
-    batch = make(device, 6, 2, 16, [(0, 200, 4), (1, 0, 1), (2, 63, 2), (3, 400, 3)])
+    batch = make(device, 6, 2, 16, [(0, 200, 3), (1, 0, 1), (2, 63, 2), (3, 300, 1)])
     got, want = both(batch, 4, window, tile=tile)
     torch.testing.assert_close(got, want, atol=2e-5, rtol=2e-4)
     assert torch.equal(got, both(batch, 4, window, tile=FOLDS[0])[0])
@@ -111,15 +113,15 @@ def test_long_spans(device: torch.device) -> None:
 
 
 def test_ragged_batch_with_an_empty_request_and_padding(device: torch.device) -> None:
-    batch = make(device, 6, 2, 16, [(0, 300, 2), (3, 0, 1), (1, 511, 0), (2, 77, 5)])
+    batch = make(device, 6, 2, 16, [(0, 300, 2), (3, 0, 1), (1, 511, 0), (2, 77, 3)])
     batch["starts"] = torch.cat([batch["starts"], batch["starts"][-1:]])
     # Rows behind the last request: nothing about them is meaningful, and they are left alone.
     for name, value in (("q", NAN), ("rows", -1), ("positions", 0), ("ends", 0)):
         tail = torch.full((2, *batch[name].shape[1:]), value, device=device, dtype=batch[name].dtype)
         batch[name] = torch.cat([batch[name], tail])
     got, want = both(batch, 8)
-    assert got[8:].isnan().all()
-    torch.testing.assert_close(got[:8], want[:8], atol=2e-5, rtol=2e-4)
+    assert got[6:].isnan().all()
+    torch.testing.assert_close(got[:6], want[:6], atol=2e-5, rtol=2e-4)
 
 
 @pytest.mark.parametrize("window", [1, 64, 300])
@@ -136,7 +138,7 @@ def test_window_in_a_ring(device: torch.device) -> None:
 
 @pytest.mark.parametrize("size", [UNIT, 2 * UNIT])
 def test_pages_out_of_order(size: int, device: torch.device) -> None:
-    batch = make(device, 4, 2, 16, [(0, 450, 3), (1, 130, 2)])
+    batch = make(device, 4, 2, 16, [(0, 270, 2), (1, 130, 2)])
     contiguous, _ = both(batch, 4)
     each = CAPACITY // size
     order = torch.randperm(4 * each, device=device)
@@ -165,9 +167,9 @@ def test_rows_of_a_block_see_each_other(device: torch.device) -> None:
 
 @pytest.mark.parametrize("window", [None, 90])
 def test_a_row_does_not_depend_on_the_rows_beside_it(window: int | None, device: torch.device) -> None:
-    batch = make(device, 8, 1, 16, [(0, 254, 4), (1, 300, 8)])
+    batch = make(device, 8, 1, 16, [(0, 254, 3), (1, 300, 4)])
     together, _ = both(batch, 16, window)
-    for row in (1, 11):
+    for row in (1, 6):
         alone = {name: batch[name][row : row + 1] for name in ("q", "rows", "positions", "ends")}
         alone |= {"cache": batch["cache"], "starts": torch.tensor([0, 1], device=device, dtype=torch.int32)}
         single, _ = both(alone, 1, window)

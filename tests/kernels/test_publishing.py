@@ -21,7 +21,7 @@ def test_every_rank_reads_what_all_have_written(tmp_path: Path) -> None:
     command = [sys.executable, str(PROGRAM)]
     running = [
         subprocess.Popen(
-            [*command, str(rank), str(ranks), "6", str(tmp_path)],
+            [*command, str(rank), str(ranks), "3", str(tmp_path)],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -38,7 +38,7 @@ def test_every_rank_reads_what_all_have_written(tmp_path: Path) -> None:
     counts = [torch.from_file(str(tmp_path / f"pads-{r}"), size=3 * ranks, dtype=torch.int32) for r in range(ranks)]
     first = counts[0].view(-1, ranks)
     assert all(torch.equal(one, counts[0]) for one in counts) and bool((first == first[:, :1]).all())
-    assert first[0, 0] == 6 + 2 + 1 and 0 < first[2, 0] < first[1, 0] <= first[0, 0]
+    assert first[0, 0] == 3 + 2 + 1 and 0 < first[2, 0] < first[1, 0] <= first[0, 0]
 
 
 def test_sizes_are_checked() -> None:
