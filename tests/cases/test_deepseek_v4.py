@@ -86,7 +86,7 @@ def test_random_weights_equal_plain_decoding_where_nearly_all_is_rejected(
     folder_of: Callable[[str], Path], runner: OpenRunner
 ) -> None:
     folder = folder_of("tiny")
-    prompts = random_prompts(3, 70, low=2, high=510)
+    prompts = random_prompts(2, 70, low=2, high=510)
     assert_equal(runner(folder, folder), [("static", 5), ("compact", 5), ("static", 4), ("cap-accept", 3)], prompts, 60)
 
 
@@ -162,7 +162,7 @@ def test_large_vocabularies_draft_without_changing_a_token(
     drafter: str, build_once: Callable[..., Any], runner: OpenRunner
 ) -> None:
     folder = build_once(f"v4-wide-{drafter}", lambda f: write_tiny_v4(f, drafter=drafter, vocab_size=4096))
-    assert_equal(runner(folder, folder), [("static", 3)], random_prompts(1, 20), 20)
+    assert_equal(runner(folder, folder), [("static", 3)], random_prompts(1, 20), 12)
 
 
 DAMAGE = {

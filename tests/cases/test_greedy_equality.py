@@ -55,7 +55,7 @@ def check_equality(runner: Runner, target: Path, prompts: list[list[int]], max_t
 @pytest.mark.parametrize("pair", KINDS, indirect=True)
 def test_every_mode_and_block_length_equals_plain_decoding(pair: tuple[Path, Path], runner: OpenRunner) -> None:
     target, drafter = pair
-    check_equality(runner(target, drafter), target, prompts_for(target, 7, 200), max_tokens=40)
+    check_equality(runner(target, drafter), target, prompts_for(target, 5, 200), max_tokens=32)
 
 
 @pytest.mark.slow

@@ -153,7 +153,7 @@ def test_drafts_are_drawn_from_the_very_law_of_the_ratio(
     mode: str, build_once: Callable[..., Any], runner: OpenRunner
 ) -> None:
     opened = runner(*build_once("rounding", rounding_pair), concurrency=32)
-    check_law(opened, (0.5, 0.5), 32, 160, mode=mode, temperature=0.7)
+    check_law(opened, (0.5, 0.5), 32, 100, mode=mode, temperature=0.7)
 
 
 def test_neighbouring_seeds_are_independent(build_once: Callable[..., Any], runner: OpenRunner) -> None:

@@ -21,7 +21,7 @@ def test_every_prompt_length_around_the_window_gives_the_plain_tokens(
     target = mix_folders["window"]
     opened = runner(target, mix_folders[kind], concurrency=16)
     prompts = [random_prompts(2, n, seed=n)[1] for n in (1, *range(11, 22), 100)]
-    options = {"max_tokens": 40, "ignore_eos": True}
+    options = {"max_tokens": 26, "ignore_eos": True}
     plain = opened.ids({"prompt_ids": p, "mode": "off", **options} for p in prompts)
     for mode in MODES:
         ours = opened.ids({"prompt_ids": p, "mode": mode, **options} for p in prompts)
@@ -45,7 +45,7 @@ def test_a_long_session_answers_like_a_fresh_one(
     session = f"{target}-{kind}-{mode}"
     transcript: list[int] = []
     answered = 0
-    for turn in range(5):
+    for turn in range(4):
         transcript += random_prompts(2, 7 + 6 * turn, seed=turn)[1]
         line: dict[str, Any] = {"prompt_ids": transcript, "mode": mode, "max_tokens": 30, "ignore_eos": True}
         fresh = opened.run([line])[0]

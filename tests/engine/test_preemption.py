@@ -59,7 +59,7 @@ def lines_of(mode: str, sampling: str, count: int = 6, **more: Any) -> list[dict
     return [
         {
             "prompt_ids": prompt,
-            "max_tokens": 60 - 4 * n,
+            "max_tokens": 48 - 3 * n,
             "ignore_eos": True,
             "seed": n,
             "mode": mode,
@@ -103,7 +103,7 @@ KINDS: tuple[dict[str, Any], ...] = (
     {"mode": "static", "repetition_penalty": 1.2, "presence_penalty": 0.3},
     {"mode": "off", **SAMPLINGS["sampled"], "logit_bias": [[310, 2.0]]},
     {"mode": "compact", **SAMPLINGS["sampled"]},
-    {"mode": "static", **SAMPLINGS["filtered"], "min_tokens": 30, "ignore_eos": False},
+    {"mode": "static", **SAMPLINGS["filtered"], "min_tokens": 20, "ignore_eos": False},
 )
 
 

@@ -183,7 +183,7 @@ def test_repl_recalls_and_edits_texts_of_several_lines_as_they_were(tmp_path: Pa
         program.send(" more\r")
         program.until(lambda: program.text.count("complete") == 2)
         program.send(f"/export {tmp_path}/a.json\r")
-        program.shows("a.json", 10)
+        program.until((tmp_path / "a.json").exists)
         program.send("\x04")
         assert program.ended() == 0
     assert turns("a.json") == ["one\n  two more"]
@@ -192,7 +192,7 @@ def test_repl_recalls_and_edits_texts_of_several_lines_as_they_were(tmp_path: Pa
         program.send("\x1b[A\x1b[A\r")
         program.shows("complete")
         program.send(f"/export {tmp_path}/b.json\r")
-        program.shows("b.json", 10)
+        program.until((tmp_path / "b.json").exists)
         program.send("\x04")
         assert program.ended() == 0
     assert turns("b.json") == ["one\n  two more"]
