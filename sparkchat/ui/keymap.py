@@ -8,10 +8,15 @@ from pathlib import Path
 
 from sparkchat.options import unknown
 
+MOST_BYTES = 32 << 10
+"""Ten times a file that names every action. A key of many dots takes a reader of TOML time by their square."""
+
 
 def load_keymap(path: Path, known: Iterable[str]) -> tuple[dict[str, str], list[str]]:
     """(action id -> keys, sentences about what could not be used). A missing file is an empty keymap."""
     try:
+        if path.stat().st_size > MOST_BYTES:
+            return {}, [f"{path} is not used: it is longer than {MOST_BYTES >> 10} KB; give one line for each action"]
         pairs = list(_flat(tomllib.loads(path.read_text("utf-8-sig"))))
     except FileNotFoundError:
         return {}, []
