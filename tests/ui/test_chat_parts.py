@@ -80,7 +80,10 @@ def test_code_blocks_are_found_also_when_cut() -> None:
     assert code_blocks("a\n```py\nx\n\ny\n```\n~~~~\n```\n~~~~\n```\ncut") == ["x\n\ny", "```", "cut"]
 
 
-@pytest.mark.parametrize("text", ["x = " + "[" * 20_000, ".".join("a" * 5_000) + " = 'f7'", "x = 1 " + "#" * 40_000, f"x = {'1' * 5000}", "="])
+@pytest.mark.parametrize(
+    "text",
+    ["x = " + "[" * 20_000, ".".join("a" * 5_000) + " = 'f7'", "x = 1 " + "#" * 40_000, f"x = {'1' * 5000}", "="],
+)
 def test_a_keymap_that_cannot_be_read_is_left_out_in_one_sentence(tmp_path: Path, text: str) -> None:
     path = tmp_path / "keymap.toml"
     path.write_text(text)
