@@ -142,7 +142,5 @@ def test_only_small_kernels_start_early_where_that_is_asked_for() -> None:
         (product, False, False, False), (norm, False, False, False),
         (product, True, False, False), (norm, True, True, False),
         (product, True, True, True), (norm, True, True, False),
-        (product, 2, True, False), (norm, 2, True, False),
         (product, 3, True, False), (norm, 2, True, False),
-        (product, 4, True, False), (norm, 4, True, False),
     ]  # fmt: skip
