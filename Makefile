@@ -8,11 +8,12 @@ chat: $(INSTALLED)
 	@.venv/bin/sparkchat run
 
 # Every test that needs no GPU and no network.
+# Three at a time on two cores: a quarter of the time tests wait for processes they have started.
 # The kernels run in Triton's interpreter, which a torch for the CPU alone does not bring.
 test: $(INSTALLED)
 	@.venv/bin/python -c 'import triton' 2>/dev/null || .venv/bin/python -m pip install -qq 'triton==3.6.0' \
 		|| echo "no triton 3.6.0 for this machine: tests/kernels is skipped" >&2
-	@OMP_NUM_THREADS=1 .venv/bin/python -m pytest -q -n 2 --dist worksteal
+	@OMP_NUM_THREADS=1 .venv/bin/python -m pytest -q -n 3 --dist worksteal
 
 lint: $(INSTALLED)
 	@.venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/lint-imports
