@@ -8,7 +8,7 @@ chat: $(INSTALLED)
 	@.venv/bin/sparkchat run
 
 # Every test that needs no GPU and no network.
-# Three at a time on two cores: a quarter of the time tests wait for processes they have started.
+# Three at a time on two cores: those of the command line wait a quarter of their time for processes they started.
 # The kernels run in Triton's interpreter, which a torch for the CPU alone does not bring.
 test: $(INSTALLED)
 	@.venv/bin/python -c 'import triton' 2>/dev/null || .venv/bin/python -m pip install -qq 'triton==3.6.0' \

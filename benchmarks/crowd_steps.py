@@ -67,8 +67,8 @@ def rows_of(engine: Engine, requests: int, blocks: int) -> list[dict[str, Any]]:
             began = time.perf_counter()
             for _ in range(STEPS):
                 engine.step()
-            mhz = clocks().get("sm_mhz")
             wall = time.perf_counter() - began
+            mhz = clocks().get("sm_mhz")  # a step is in flight still
             context = sum(state.kv_len for state in engine._scheduler.decoding) - requests * STEPS // 2
             assert engine.pair.cost is not None
             rows.append(

@@ -97,8 +97,8 @@ def launch(
     """Start ``kernel``; its last constexpr is PDL. ``is_streaming``: see ``Overlap.SMALL``.
 
     ``lets_next``: whether the kernel behind it may be placed while this one runs; None: if this one streams. It is a
-    loss where that kernel fills the card at once, as programs placed into what is left are spread unevenly
-    (benchmarks/results/2026-12-01-v4-one-rank.md).
+    loss where that kernel fills the card at once, probably as programs placed into what is left are spread unevenly
+    (benchmarks/results/2026-12-01-v4-one-rank.md has what was measured).
     """
     if starts_early(is_streaming) or _overlap is Overlap.BEHIND:
         options["launch_pdl"] = True
